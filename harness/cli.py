@@ -204,7 +204,7 @@ def calibrate(
 ) -> None:
     """Measure this machine for two minutes, so that the seconds of a step can be predicted."""
     if file.exists() and not file.is_file():
-        raise Refusal(f"{file}: this is no file; name the file to write")
+        raise Refusal(f"{file}: exists, but is not a regular file; name the file to write")
     if not file.absolute().parent.is_dir():
         raise Refusal(f"{file}: there is no folder {file.absolute().parent}; make it, or name another file")
     feasibility.check_writable(file.absolute().parent, f"{file}: its folder")
@@ -631,10 +631,10 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the alignment of a suite's policies: every parameter and shard starts on a multiple of so many elements.
+    """Return the alignment of parameters and shards in a suite: each starts on a multiple of this number of elements.
 
-    The number is the field ``align`` in the policy of the newest record in ``folder`` that has this field.  If no
-    record has it, this function waits.
+    The number is the field ``align`` of a record's policy, from the newest record in ``folder`` that has this field.
+    As long as no record has it, this function waits.
     """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):
@@ -644,7 +644,7 @@ def _recorded_alignment(folder: Path) -> int:
 
 
 def _place(suite: Suite) -> Place | None:
-    """Return this process's place in a run across hosts, if it leads the run; otherwise serve the run until it ends.
+    """Return the leading process's place in a run across hosts; in all other processes, work until the run ends.
 
     - If all nodes of the suite are on this machine, returns None.
     - In the process that leads the run, on node 0, returns its :class:`Place`: its node, and how nodes find each other.
@@ -683,7 +683,8 @@ def _record(trial_id: str, results: Path) -> Path:
     taken.
 
     Raises:
-        Refusal: If no recorded trial has an id that begins so, or if several trials have.
+        Refusal: If ``trial_id`` is not 4 to 12 hex digits, or if the id of no recorded trial begins with it, or if the
+            ids of several trials do.
     """
     is_id = re.fullmatch("[0-9a-f]{4,12}", trial_id) is not None
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
@@ -781,8 +782,8 @@ def _flushed(status: int) -> int:
 
     - If the text can be written, the exit status is ``status``.
     - If a pipe's reader has closed the pipe, as ``head`` does, the exit status is ``status`` too.
-    - If the text cannot be written for another reason, such as a full disk, the exit status is 2.  An error is printed,
-      but not if ``status`` was 2, since an error was printed then already.
+    - If the text cannot be written for another reason, such as a full disk, the exit status is 2, and an error is
+      printed.  If ``status`` is 2, an error has been printed before, and no second error is printed.
 
     Text that cannot be written is redirected to the null device.  Otherwise the interpreter would flush the text again
     while it shuts down, fail, print another message, and exit with status 120.

@@ -1,4 +1,4 @@
-"""Makes texts safe as cells of a CSV file, so that a spreadsheet that opens the file takes no text for a formula."""
+"""Makes texts safe as cells of a CSV file: a spreadsheet that opens the file must not run a text as a formula."""
 
 from __future__ import annotations
 

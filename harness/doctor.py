@@ -83,7 +83,7 @@ def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
 
     Keys are ``what`` (the name of the fact), ``values`` (a text for each node, in the order of ``nodes``) and
     ``differs`` (whether the values differ).  ``differs`` is always false for the host and the address, which normally
-    differ.  The row ``host`` has letters for each distinct host instead of the host's name.
+    differ.  In the row ``host``, a host has a letter instead of its name; nodes on one host have the same letter.
     """
     hosts = list(dict.fromkeys(node.identity for node in nodes))
     columns = [{"host": _letters(hosts.index(node.identity))} | _facts_of(node) for node in nodes]

@@ -59,8 +59,8 @@ def check_installed() -> None:
 def not_imported(error: ImportError) -> str | None:
     """Return a message for ``error``: which package could not be imported, and the command that installs it.
 
-    Returns None if the package is one of this project's own.  The error is then a mistake of the program, which no
-    installation mends.
+    Returns None if the package is one of this project's own.  The error is then a bug of this project, and installing a
+    package would not help.
     """
     if (name := (error.name or "").partition(".")[0]) in _OURS:
         return None

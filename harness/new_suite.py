@@ -76,9 +76,10 @@ def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
 def _cluster(host: Host) -> str:
     """Return the suite's cluster as TOML: two nodes on this machine.
 
-    With four GPUs or more, each rank has a GPU, each node has two ranks, and NCCL sends between network namespaces.
-    Otherwise the ranks run on processors.  A node then has two ranks, or one rank if memory is short.  The link is
-    ``paced`` if network namespaces do not work here.
+    - With four GPUs or more, each node has two ranks, each rank has a GPU, and the nodes are network namespaces between
+      which NCCL sends through sockets.
+    - Otherwise the ranks run on the CPU.  A node has two ranks, or one rank if memory is short.  If this machine cannot
+      make network namespaces, the link is ``paced``: ranks delay their own messages to keep to the link's rate.
     """
     gpus = len(host.gpus) >= _GPUS
     ranks = 2 if gpus or host.memory >= 8 * PROCESS_BYTES else 1

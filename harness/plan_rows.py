@@ -83,22 +83,25 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
 
 
 def undecided(row: Mapping[str, Any]) -> bool:
-    """Return whether some fits of the machine file predict that a row's trial is faster than ZeRO-3, others slower.
+    """Return whether the machine's fits disagree on whether a row's trial is faster than ZeRO-3.
 
-    A machine file may have several fits: sets of costs that agree equally well with the machine's measurements.  Each
-    fit predicts a speed-up of the trial over ZeRO-3.  The returned value is True if the least of these speed-ups is
-    below 1 and the largest above 1.
+    A machine file may have several fits, which are sets of costs that agree equally well with the machine's
+    measurements.  Each fit predicts its own speed-up of the trial over ZeRO-3.  The fits disagree if the smallest of
+    these speed-ups is below 1 and the largest above 1.
     """
     low, high = row.get("modelled_fits_low_speed_up"), row.get("modelled_fits_high_speed_up")
     return low is not None and high is not None and bool(low < 1 < high)
 
 
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
-    """Return (predicted step, speed-up over ZeRO-3) of each trial, computed with one set of costs of a machine.
+    """Predict each trial's step on a machine, and the trial's speed-up over ZeRO-3 in the same setting.
 
-    The costs, such as seconds per operation, are those in the fields of ``machine``; its ``alternatives`` are not used.
-    The step is None if it cannot be predicted.  The speed-up is None if the trial's step, or ZeRO-3's step in the same
-    setting, cannot be predicted.
+    The costs, such as seconds per operation, are those in the fields of ``machine``; its ``alternatives``, other sets
+    of costs, are not used.
+
+    Returns:
+        For each trial, the pair (step, speed-up).  The step is None if it cannot be predicted.  The speed-up is None if
+        the trial's step cannot be predicted, or if ``forecasts`` has no predictable step of ZeRO-3 in the same setting.
     """
     steps = [predict(f.trial, f.step, f.egress, machine) for f in forecasts]
     base = {
@@ -261,7 +264,8 @@ def _summary(record: Record) -> dict[str, Any]:
       over the steps or generations.
     - ``inter_bytes``: bytes that all ranks sent between nodes in a step or generation, from the ledger.  Without a
       ledger, the bytes that the nodes' interfaces counted; ``counted_by_interfaces`` is then true.
-    - ``rate_mbit``: the median of the probes of the link or, without probes, of its calibration, in Mbit/s.
+    - ``rate_mbit``: the rate of the link between nodes in Mbit/s, as the median of the rates that probes measured after
+      the trial or, without probes, of the rates that its calibration measured.
     - ``loss``: the loss of the last step, as the mean over ranks.  None for a trial that generates.
     """
     timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]

@@ -1,4 +1,4 @@
-"""Lets only one process print an error line that several ranks of one torchrun job have.
+"""Makes sure that an error line is printed only once if several processes of one torchrun job have the same error.
 
 torch is imported only when there is an error to print.
 """
@@ -16,8 +16,8 @@ _PATIENCE: Final = timedelta(seconds=5)  # to connect to the store
 def speaks(line: str) -> bool:
     """Return whether this process should print ``line``.
 
-    Of all processes that torchrun started, only the first that calls this function with this line gets True.  A process
-    that torchrun did not start, or that cannot reach torchrun's store, always gets True.
+    Among the processes that torchrun started, the first call with this line returns True, and all later calls return
+    False.  In a process that torchrun did not start, or that cannot reach torchrun's store, it always returns True.
     """
     # The store must be that of torchrun's agent.  Without one, rank 0 would serve it, and may have failed already.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

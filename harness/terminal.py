@@ -55,10 +55,11 @@ _WHOLE: Final = "--json and --csv print all of them"
 
 
 def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
-    """Return a text such as `` (0.12 to 0.15)``: the least and the largest value that a machine's fits predict.
+    """Return the uncertainty of a predicted quantity as text, such as `` (0.12 to 0.15)``.
 
-    A machine may have several fits, sets of costs that agree equally well with its measurements.  Returns an empty text
-    if the machine has one fit, or if both values are equal.
+    A machine file may hold several fits: sets of costs that agree equally well with the machine's measurements.  The
+    text has the smallest and the largest value that they predict.  It is empty if there is only one fit, or if both
+    values are equal.
 
     Args:
         row: A row of a plan.
@@ -167,11 +168,15 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 def _combinations(suite: Suite, rows: int) -> str:
     """Return, as text, how many combinations of settings a suite has, and with how many seeds.
 
-    ``rows`` is the number of combinations if those that differ only in the seed count once.  If it is 4, the text is
+    For a suite of 4 combinations, the text is
 
-    - ``4 combinations`` if each has one seed;
-    - ``4 combinations x 6 seeds`` if each has the same 6 seeds;
+    - ``4 combinations`` if each runs with one seed;
+    - ``4 combinations x 6 seeds`` if each runs with the same 6 seeds;
     - ``4 combinations, 20 with all their seeds,`` if their numbers of seeds differ, for example 6, 6, 6 and 2.
+
+    Args:
+        suite: The suite.
+        rows: Number of its combinations, without regard to the seed.
     """
     count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
     if len(suite.combinations) == rows:
@@ -197,9 +202,9 @@ def _too_short(forecasts: Sequence[Forecast]) -> str:
 
 
 def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
-    """Return the cell of column "runs here" for one trial: ``yes`` or, for example, ``no: 1, 3``.
+    """Return the text of a plan's column "runs here" for one trial: ``yes`` or, for example, ``no: 1, 3``.
 
-    The numbers are those of the ``reasons`` for which the trial cannot run, counted from 1.
+    The numbers refer to the list ``reasons``, counted from 1: they are the reasons why this trial cannot run.
     """
     kind = "yes" if forecast.failure is None else forecast.failure.kind
     word = "no" if forecast.problems else "over its limit" if kind == "memory" else kind
@@ -236,10 +241,10 @@ def losses_text(losses: Sequence[float]) -> str:
 
 
 def _as_predicted(record: Record) -> bool | str | None:
-    """Return whether, by a record's ledgers, the ranks sent exactly the bytes that were predicted.
+    """Return whether the ranks of a trial sent exactly the bytes that were predicted.
 
-    If some messages could not be predicted, returns a text with the purposes of these messages instead.  Returns None
-    if the record has no prediction, as for other engines.
+    If some messages could not be predicted, the result is a text that names their kinds instead.  It is None if the
+    record has no prediction, for example because a peer such as DDP trained the model.
     """
     if record.predicted is not None and record.predicted.unpredicted:
         return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"

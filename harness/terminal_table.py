@@ -51,7 +51,10 @@ def console(*, stderr: bool = False) -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a printed table: which key of each row it shows, and in which form; None is shown as a dash."""
+    """A column of a printed table: the key whose value it shows for each row, and the value's format.
+
+    A value of None is printed as a dash.
+    """
 
     key: str
     name: str = ""  # the heading, which may break at dots and spaces; by default the key
@@ -80,10 +83,10 @@ def interval(low: float | None, high: float | None, form: str) -> str:
 
 
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iterator[Column]:
-    """Yield each column with its field ``cells`` set to the texts of all rows.
+    """Format the cells of a table, and yield copies of the columns with their field ``cells`` set.
 
-    A column without a name is named after its key.  In a column of bytes, the values are scaled to kB, MB, GB or TB,
-    and the column's unit becomes this unit.
+    A column without a name gets its key as name.  In a column of bytes, all values are scaled to one unit (B, kB, MB,
+    GB or TB).  The column's own unit, such as ``/step``, follows this unit: ``MB/step``.
     """
     for column in columns:
         values = [row.get(column.key) for row in rows]

@@ -1,7 +1,8 @@
-"""Writes files whole or not at all: writes temporary files first, and then renames them.  No torch.
+"""Writes files completely or not at all, by writing temporary files first and then renaming them.
 
 The temporary files are in a hidden folder beside the targets (:func:`temporary_folder`).  A process that is killed
-leaves its hidden folder there, and the next process that writes a file to the same place removes it.
+leaves its hidden folder there, and the next process that writes a file to the same place removes it.  This module does
+not import torch.
 """
 
 from __future__ import annotations

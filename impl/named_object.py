@@ -41,9 +41,9 @@ def allowed() -> bool:
 
 @contextlib.contextmanager
 def forbidden() -> Iterator[None]:
-    """Context in which no user's module is imported: :func:`import_object` raises a NamedObjectError instead.
+    """Forbid, inside the ``with`` body, the import of users' modules: :func:`import_object` raises a NamedObjectError.
 
-    Objects of this project can still be imported.  :func:`see` does nothing in the context, so ``sys.path`` stays as
+    Objects of this project can still be imported.  :func:`see` does nothing inside the body, so ``sys.path`` stays as
     it is.
     """
     global _allowed  # noqa: PLW0603  # state of the process, like sys.path
@@ -81,7 +81,10 @@ def import_object(text: str, *, ours: bool = False) -> Any:
             - a folder that :func:`see` added has the module, but Python finds another module of the same name first.
     """
     if not (ours or _allowed):
-        raise NamedObjectError(f"{text}: this command imports no module that a suite names; use zeropp run")
+        raise NamedObjectError(
+            f"{text}: this command imports no module that a suite names, since that would run the module's code: use "
+            "zeropp run"
+        )
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):

@@ -31,9 +31,9 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     If the C++ compiler or CuPy is missing, no error is raised: the reference backend takes the place of the kernels,
     and :func:`warning_of` says why.
 
-    On a GPU, eight elements are encoded and decoded with each of ``codecs`` (:func:`try_codec`), and the kernels that
-    this calls are compiled.  A kernel for another type of elements, another size or another operation is compiled when
-    it is first called.
+    On a GPU, :func:`try_codec` encodes and decodes eight elements with each of ``codecs``, so that the kernels of these
+    operations are compiled.  Kernels for other types of elements, other sizes and other operations are compiled when
+    they are first called.
 
     Raises:
         ValueError: if no backend serves the device, or if a user's codec does not support the device.
@@ -145,11 +145,17 @@ def _choose(device: str) -> tuple[Operations, str | None]:
 def encode(
     codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
 ) -> None:
-    """Encode ``x`` (..., S) into ``frames`` (..., F) uint8, where F is ``codec.frame_bytes(S)``.
+    """Encode ``x`` (..., S), and write the encoded bytes to ``frames`` (..., F) uint8.
 
-    ``noise`` has the random bits that a codec with stochastic rounding needs.  If ``carried`` is given, the error of
-    its previous encoding is added to ``x`` first, and is then replaced by the error of this encoding.
-    :meth:`Operations.encode` lists the errors raised.
+    F is ``codec.frame_bytes(S)``, the bytes of S encoded elements.  :meth:`Operations.encode` lists the errors raised.
+
+    Args:
+        codec: the codec.
+        x: the elements to encode.
+        frames: the tensor to write to.
+        noise: the random bits, if the codec rounds stochastically.
+        carried: the state of error feedback; None for none.  The error of the previous encoding, which it holds, is
+            added to the elements before they are encoded, and is then replaced by the error of this encoding.
     """
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)
@@ -158,9 +164,9 @@ def encode(
 
 
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Decode ``frames`` (..., F) uint8 into ``out`` (..., S), where F is ``codec.frame_bytes(S)``.
+    """Decode the encoded bytes ``frames`` (..., F) uint8, and write the elements to ``out`` (..., S).
 
-    :meth:`Operations.decode` lists the errors raised.
+    F is ``codec.frame_bytes(S)``, the bytes of S encoded elements.  :meth:`Operations.decode` lists the errors raised.
     """
     if isinstance(codec, Raw) and (elements := _cast_of(codec, out, frames)) is not None:
         out.copy_(elements)
@@ -169,12 +175,12 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """Return ``frames`` viewed as elements (..., S) of the codec's type, so that a copy by torch can do the casting.
+    """Return ``frames`` viewed as elements (..., S) of the codec's type, if torch can encode and decode by a copy.
 
-    ``x`` (..., S) is the tensor to encode, or the tensor that receives the decoded elements.  Copying ``x`` to the view
-    encodes it, and copying the view to ``x`` decodes it, since torch casts when it copies.
+    Torch casts when it copies.  Copying ``x`` (..., S) to the returned view thus encodes ``x``, and copying the view to
+    ``x`` decodes ``frames``.
 
-    Returns None if torch cannot do this, so that the backend must encode or decode:
+    Returns None in these cases, in which the backend must encode or decode:
 
     - ``x`` has the codec's type already;
     - frames have padding, or are not aligned to the size of their elements;

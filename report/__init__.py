@@ -29,8 +29,8 @@ def load(where: str | Path) -> pd.DataFrame:
             name, only the archive is read.
 
     Raises:
-        ReportError: If ``where`` does not exist or holds no records, or if the records of one results folder must not
-            be compared (:func:`report.data.frames.load`).
+        ReportError: If ``where`` does not exist or holds no records, or if the records of one results folder cannot be
+            compared with one another (:func:`report.data.frames.load`).
         RecordError: If a JSON file in a results folder is not a record of this schema.
     """
     import pandas as pd

@@ -61,9 +61,14 @@ def page(report: Report, command: Sequence[str]) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return the parts of a table that the template ``audit.html`` prints.
+    """Return a table as the dict that the template ``audit.html`` prints.
 
-    ``title`` is the table's title, ``heads`` the list of its headings, and ``lines`` a list of cells for each row.
+    The keys are:
+
+    - ``title``: the argument ``title``;
+    - ``heads``: a list of the columns' headings;
+    - ``lines``: for each of the ``rows``, a list of its cells.
+
     Each heading and each cell is a pair: its text, and whether its column holds numbers.  Optional columns without any
     value are left out.
     """

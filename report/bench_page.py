@@ -44,7 +44,7 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Describes the table of one kind of benchmark: its texts and columns, and how values follow from a sample."""
+    """Describes the table of one kind of benchmark: its texts, its columns, and a function that computes its values."""
 
     name: str  # of the table's files
     title: str
@@ -207,10 +207,10 @@ KINDS: Final[dict[Kind, Measured]] = {
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
     """Return one table for each kind of benchmark (codec, collective, step, hops) that occurs in the records.
 
-    All samples with equal labels share a row.  The labels say what was timed and where: the setting (``where``), the
-    configuration and, for some kinds, sizes such as the number of elements.  For each measure, the row holds the median
-    over all rounds of these samples, with its interval.  Column ``id`` holds the ids of the records from which the row
-    was computed, joined by spaces.
+    A row stands for one configuration in one setting (``where``), and for some kinds also for one size, such as a
+    number of elements.  It combines all samples of this configuration, setting and size, from all records.  For each
+    measured quantity, the row holds the median over all rounds of these samples, with its interval.  The column ``id``
+    holds the ids of the records from which the row was computed, joined by spaces.
     """
     tables = []
     for name, kind in KINDS.items():
@@ -295,8 +295,8 @@ def show(benches: Sequence[Bench], out: Console) -> None:
 def show_run(record: Path) -> None:
     """Print the tables of one record of ``zeropp bench``, and build the page of the folder that holds the record.
 
-    ``record`` is the path of the record's JSON file.  A line for each thing that could not be measured follows the
-    tables.  The last line is the path of the page, which shows all records of the folder.
+    ``record`` is the path of the record's JSON file.  After the tables, a line is printed for each thing that could not
+    be measured.  The last line is the path of the page, which shows all records of the folder.
     """
     (bench,) = [bench for bench in read_all(record.parent) if bench.id == record.stem]
     out = console()

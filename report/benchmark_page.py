@@ -1,8 +1,8 @@
 """Builds a page from files of pytest-benchmark (``tox -e bench``).
 
 The page has a table for each group of benchmarks, with medians over the rounds of the last run.
-The benchmarks of a group run one after the other, so their rounds are not pairs: a comparison is the ratio of two
-medians, and has no interval.
+A comparison of two benchmarks is the ratio of their medians.  It has no confidence interval, because the benchmarks of
+a group run one after the other, and no round of one is measured together with a round of the other.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
 
 
 def _file_name(group: str, taken: Collection[str]) -> str:
-    """Return the name of a table's files: the group's letters a to z and digits, and hyphens for all else.
+    """Return a name for the files of a group's table, such as ``all-gather`` for the group ``All gather``.
 
-    The name differs from all names ``taken``, which other groups have: a number is appended, as in ``codecs-2``.
+    The name is the group's name in lower case, with one hyphen in place of each run of characters other than a to z and
+    digits, and cut to 80 characters.  The names in ``taken`` belong to other groups.  If the name is among them, a
+    number is appended, as in ``codecs-2``.
     """
     plain = re.sub(r"[^a-z0-9]+", "-", group.lower()).strip("-")[:_LONGEST_NAME].strip("-") or _GROUP
     names = (plain if place == 1 else f"{plain}-{place}" for place in itertools.count(1))
@@ -82,17 +84,21 @@ def _file_name(group: str, taken: Collection[str]) -> str:
 
 
 def _row(timed: Timed, reference: Timed | None, before: dict[str, float], *, whole: bool) -> dict[str, Any]:
-    """Return the row of one benchmark: its cells, by the keys of ``_COLUMNS``.
+    """Return the row of one benchmark: a dict of its cells by the keys of ``_COLUMNS``.
 
-    ``reference`` is the benchmark with which all benchmarks of the group are compared; None if the group has none.
-    ``before`` maps the identities of benchmarks to their median seconds in the previous run.  ``whole`` says whether
-    the row is named with the file of the test, since the run has several benchmarks of this name.
-    These cells are None if something is missing:
+    Four cells may be None:
 
-    * ``times``: there is no reference, or the reference has another number of elements;
-    * ``rate``: the test did not note how many bytes a call reads and writes;
-    * ``sent_mb``: the test did not note how many bytes are sent;
-    * ``change``: the previous run did not have the benchmark.
+    * ``times``, if there is no reference, or if the reference has another number of elements;
+    * ``rate``, if the test did not note how many bytes a call reads and writes;
+    * ``sent_mb``, if the test did not note how many bytes are sent;
+    * ``change``, if the previous run did not have the benchmark.
+
+    Args:
+        timed: The benchmark.
+        reference: The benchmark with which all benchmarks of the group are compared; None if the group has none.
+        before: The median seconds of each benchmark in the previous run, by the benchmark's identity.
+        whole: Whether the row's name includes the file of the test.  The caller sets it if the run has several
+            benchmarks of one name.
     """
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
     alike = reference is not None and reference.noted("elements") == timed.noted("elements")

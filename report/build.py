@@ -1,8 +1,8 @@
 """Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-A new report is first written into a hidden folder inside the results folder.  Then its files are renamed one by one,
-and so replace those of the previous report.  If the disk is full or the writing is interrupted, the previous report
-therefore stays.
+A new report is first written into a hidden folder inside the results folder.  So the previous report stays if the disk
+is full or the writing is interrupted.  Then the new files are renamed one by one, and replace those of the previous
+report.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def build(
         forms: Formats in which figures are drawn besides SVG: "pdf", "png".  Each format takes about as long as the
             page.
         steps: Other records, or a machine file, from which net speed-ups take the seconds of a step.  (A net speed-up
-            says how many times as fast, in seconds of training, a configuration reaches its baseline's final loss.)
-            By default, the records of the suite that the suite file names with its key ``seconds``, if it names one.
+            is the factor by which a configuration needs fewer seconds of training than its baseline to reach the
+            baseline's final loss.)  By default, they are taken from the records of another suite, if the suite file
+            names one by its key ``seconds``.
 
     Raises:
         Refusal: If a table or column is unknown, or the machine file cannot be read.
@@ -90,11 +91,11 @@ def every_table(derived: Derived) -> list[Table]:
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Return all tables ``shown``, and keep only some of the columns of those tables that ``columns`` names.
+    """Return the tables ``shown``, some of them with fewer columns.
 
-    ``columns`` maps the name of a table to the columns that are kept, each given by its title or by its name in the
-    CSV.  They are shown in this order, after the columns that name the setting and the configuration.  Tables that are
-    no key of ``columns`` keep all their columns.
+    ``columns`` maps the name of a table to the columns that it keeps, each given by its title or by its name in the
+    CSV.  The table shows them in this order, after the columns for setting and configuration, which it always keeps.
+    A table that ``columns`` does not name keeps all its columns.
     Raises a Refusal if a table or a column is unknown.
     """
     tables = {table.name: table for table in shown}
@@ -136,9 +137,10 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
 
 
 def _is_of(key: str, printed: Column, table: Table) -> bool:
-    """Return whether column ``key`` of a table's CSV belongs to the printed column, as ``speedup_low`` to ``speedup``.
+    """Return whether the value in column ``key`` of a table's CSV is part of the column ``printed`` on the page.
 
-    A column such as ``speedup_generate`` does not belong to ``speedup`` if the table also prints it.
+    For example, ``speedup_low``, the low end of an interval, is part of the printed column ``speedup``.  But if the
+    table also prints ``speedup_generate``, this is a column of its own, and no part of ``speedup``.
     """
     begin = [name for name in (column.name for column in table.columns) if f"{key}_".startswith(f"{name}_")]
     return max(begin, key=len, default="") == printed.name
@@ -172,7 +174,7 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
 
 
 def _check_places(results: Path) -> None:
-    """Raise a ReportError if something other than a report is where the page or a folder of its files belongs."""
+    """Raise a ReportError if ``report.html`` is a folder, or if ``figures`` or ``tables`` exists and is no folder."""
     for path in (results / folder for folder in _FOLDERS):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             raise ReportError(
@@ -185,8 +187,8 @@ def _check_places(results: Path) -> None:
 def _swap_in(staging: Path, results: Path) -> None:
     """Move the new report from ``staging`` into ``results``, where it replaces the previous report.
 
-    Each file is renamed over the old file of the same name, the page last.  Then old files that the new report does not
-    have are removed, if the old page linked to them.
+    Each file is renamed, the page last, and replaces the old file of the same name.  Then the function removes the
+    figures and tables to which the old page linked and which the new report does not have.
     """
     page, fresh = results / PAGE, set[str]()
     linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.is_file() else set()

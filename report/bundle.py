@@ -57,7 +57,7 @@ def bundle(folder: Path, into: Path) -> Path:
     * The folder has no records.
     * The records do not say which run wrote them, because an older version wrote the records.
     * The run does not say which suite it ran, because an older version wrote the run's file.
-    * The records name a suite that no suite file can name.
+    * The records name a suite by a name that no suite can have, because somebody has edited them.
     * The suite names a file outside of the suite's folder, or a file that has the name of another file in the bundle.
     """
     records = read_all(folder)

@@ -129,7 +129,11 @@ def report(
 
 
 def _refuse_beside(why: str, options: Mapping[str, object]) -> None:
-    """Raise a Refusal that begins with ``why`` if any of the ``options`` was given; it would have no effect."""
+    """Raise a Refusal if any of the ``options``, which would have no effect, was given.
+
+    ``options`` maps names to values; a value that is false was not given.  ``why`` begins the error message, and says
+    why the options have no effect.
+    """
     if given := [option for option, value in options.items() if value]:
         raise Refusal(f"{why}: remove {', '.join(given)}")
 
@@ -157,7 +161,12 @@ def bundle(
 
 
 def _packed_into(folder: Path, into: Path) -> Path:
-    """Return ``into``; raises a Refusal if it is the results folder ``folder``, whose archives a report would show."""
+    """Return ``into``, the folder for an archive, after checking that it is not the results folder ``folder``.
+
+    An archive in the results folder would hide the records there: a report would show the archive instead.
+
+    Raises a Refusal if both are the same folder.
+    """
     if os.path.realpath(into) == os.path.realpath(folder):  # Path.resolve() raises for a link to itself
         raise Refusal(
             f"{into} is the results folder itself, and zeropp report would show the archive in place of its records: "
@@ -194,8 +203,8 @@ def compare(
 def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]) -> None:
     """Build the page of each archive, in several processes; then print the paths of the pages, and the errors.
 
-    The pages that can be built are built even if others cannot.
-    Raises ``typer.Exit`` with status 2 if a page could not be built.
+    If a page cannot be built, the other pages are built nevertheless.
+    Raises ``typer.Exit`` with status 2 at the end if a page could not be built.
     """
     processes, pages, errors = min(len(archives), machine.cores()), list[Path](), list[Exception]()
     interrupts.take_over()
@@ -224,7 +233,7 @@ def _leave_interrupts() -> None:
 
 @contextlib.contextmanager
 def _ended_with_this_process() -> Iterator[None]:
-    """End the child processes at once if Ctrl-C interrupts the body of ``with``, rather than wait for their pages."""
+    """Return a context that ends all child processes at once if Ctrl-C interrupts the body of ``with``."""
     try:
         yield
     except KeyboardInterrupt:
@@ -285,10 +294,10 @@ def build_report(
 
 
 def report_after_run(folder: Path) -> None:
-    """Print the path of a suite's page and, on standard error, the sentences in the page's head.
+    """Build a suite's page, and print its path and, on standard error, the sentences in its head.
 
-    The page is built first.  It is not built again if the folder already has a page that this version of the code built
-    from the same records (:mod:`report.stamp`).
+    The page is not built again if this version of the code has already built it from the same records
+    (:mod:`report.stamp`).
     """
     interrupts.take_over()
     if (sentences := stamp.sentences_of(folder)) is None:
@@ -303,9 +312,10 @@ def report_after_run(folder: Path) -> None:
 
 
 def named_seconds(folder: Path) -> str:
-    """Return the key ``seconds`` of the suite with which the latest trial of a results folder ran; empty without it.
+    """Return the value of the key ``seconds`` in the suite of a results folder; empty if the suite has no such key.
 
-    A report reads the key there, and not in the suite file as it is now.
+    The value is that of the suite file as it was when the folder's latest trial ran.  A report uses this value, since
+    the file may have changed.
     """
     runs = [record.run for record in read_valid(folder)[0] if record.run is not None]
     return seconds_key.named(folder, runs[-1]) if runs else ""
@@ -360,10 +370,10 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
 def folder_of(suite: str, results: Path) -> Path | None:
     """Return the results folder of a suite; ``suite`` is the suite's name, its file, or the results folder itself.
 
-    A folder without records or archives, such as ``models`` beside a suite of this name, is taken only if there is no
-    other.
-    Returns None if ``suite`` is a name, and no folder has this name.
-    Raises a Refusal if ``suite`` is a suite file, and the suite has no results folder.
+    If ``suite`` is a name or a folder, the folders ``suite`` and ``results / suite`` are tried in this order.  The
+    first one that holds records or archives is returned; if neither does, the first one that exists.  Returns None if
+    neither exists.
+    Raises a Refusal if ``suite`` is a suite file (``.toml``), and the suite has no results folder.
     """
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))
@@ -391,7 +401,7 @@ def _existing_folder(suite: str, results: Path) -> Path:
 def suites_in(results: Path) -> str:
     """Return the names of the suites that have records in ``results``, as ``a, b``; ``no suites`` if none has.
 
-    A folder without records, such as one of archives, is no suite.
+    Only folders that hold records (``*.json``) are listed; a folder that holds only archives is left out.
     """
     folders = [path for path in results.glob("*") if not is_hidden(path) and any(path.glob("*.json"))]
     names = sorted(path.name for path in folders)

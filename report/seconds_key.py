@@ -1,7 +1,7 @@
 """Finds the records of the suite that a suite file names with its key ``seconds``.
 
-The net speed-ups of the one suite are then computed with the seconds of a step from the other suite's records.  This
-module imports no pandas.
+A suite that names another suite in this way takes the seconds of a step from the other suite's records, and computes
+its net speed-ups from them.  This module imports no pandas.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def named(results: Path, run: str) -> str:
 def beside(results: Path, suite: str) -> Path | None:
     """Return the path of the records of ``suite``: its results folder or, if that has no records, its archive.
 
-    Both are looked for in the folder that holds ``results``, the results folder of another suite.  Returns None if
-    there is neither.
+    ``results`` is the results folder of another suite; folder and archive of ``suite`` are looked for in the same
+    parent folder.  Returns None if there are no records and no archive.
     """
     folder = results.absolute().parent / suite
     packed = folder.with_name(f"{suite}{archive.SUFFIX}")
@@ -46,8 +46,8 @@ def beside(results: Path, suite: str) -> Path | None:
 def files(results: Path) -> list[Path]:
     """Return the files that hold the records of the suites named with the key ``seconds``, in sorted order.
 
-    The suites are those that the suite files of all runs in ``results`` name.  The files are JSON files of their
-    results folders, or their archives.
+    All runs that wrote records into the folder ``results`` are considered; each may name a suite in its suite file.
+    The files are the records (``*.json``) in a named suite's results folder or, if there are none, its archive.
     """
     runs = sorted((results / run_record.RUNS).glob("*.json"))
     places = {beside(results, name) for run in runs if (name := named(results, run.stem))}

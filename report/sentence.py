@@ -1,10 +1,11 @@
 """Writes the first sentence in the head of a page, on the quantity that the suite asks for, such as step time or loss.
 
-The sentence fills a template of this quantity (:mod:`harness.suites.answering_quantity`); the words of the suite's
-question are never parsed.  The sentence states how much a configuration differs from its baseline.  If several
-configurations are compared, it is about the one that :func:`foremost` chooses: usually, among the strategies without
-changes and the methods of a user's own, the one with the largest significant difference.  The sentence then ends with
-the numbers of better and worse comparisons, so that readers see what the choice leaves out.
+The sentence states how much a configuration differs from its baseline.  It fills a template of this quantity
+(:mod:`harness.suites.answering_quantity`); the words of the suite's question are never parsed.
+
+If several configurations are compared, :func:`foremost` chooses the configuration for the sentence.  This is usually
+the strategy without changes that has the largest significant difference.  The sentence then ends with the numbers of
+better and worse comparisons, so that readers see what the choice leaves out.
 
 Up to three sentences may follow (:mod:`report.further_sentences`).
 Definitions: docs/reference/metrics.md, Verdicts.
@@ -195,14 +196,13 @@ def capitalised(text: str) -> str:
 
 
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
-    """Return a sentence for each difference in ``others``, if these are few and ``top`` is worth comparing with.
+    """Return a sentence for each difference in ``others``, to follow a sentence that states the difference ``top``.
 
-    ``top`` is the difference that the page's first sentence states, and ``kind`` the quantity of all differences.  The
-    list is empty in each of these cases:
+    ``kind`` is the quantity of all differences.  The list is empty in each of these cases:
 
     * ``others`` has more than :data:`_MOST_OTHERS` differences.
-    * ``top`` has an interval and is not significant.
-    * ``top`` has no interval, and ``kind`` is not ``nodes``.
+    * A verdict on ``top`` is possible (``top.known``), and ``top`` is not significant.
+    * No verdict on ``top`` is possible, and ``kind`` is another quantity than ``nodes`` (throughput on more nodes).
     """
     told = top.effect.significant if top.known else kind == "nodes"
     if not told or len(others) > _MOST_OTHERS:
@@ -227,12 +227,13 @@ def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = Fals
 
     If no difference is significant, return the largest difference that has an interval.  If none has an interval,
     return the largest of all.
-    Two rules narrow the choice among significant differences, in this order.  A rule that would leave none is skipped:
+    Two rules narrow the choice among significant differences, in this order.  A rule that would leave no difference is
+    skipped:
 
-    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss: only strategies without changes,
-      strategies with a method of a user's own, and configurations with a fault made on purpose (controls), are
-      considered.
-    * If ``kind`` is a speed, or if ``gains`` is true: only improvements are considered.
+    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss, only the differences of these
+      configurations are considered: strategies without changes, strategies with a method of a user's own, and controls
+      (configurations with a deliberate fault).
+    * If ``kind`` is a speed, or if ``gains`` is true, only improvements are considered.
     """
     known = [each for each in differences if each.known]
     shown = [each for each in known if each.effect.significant]
@@ -373,7 +374,10 @@ def whose(thing: str, name: str) -> str:
 
 
 def _noun(kind: str) -> str:
-    """Return the noun for one value of a sample: ``seed`` for losses, ``repeat`` for ``nodes``, and else ``pair``."""
+    """Return what one value of a quantity's sample is called: ``seed``, ``repeat`` or ``pair``.
+
+    It is ``seed`` for losses, ``repeat`` for the quantity ``nodes`` (throughput on more nodes), and ``pair`` otherwise.
+    """
     return {"loss": "seed", "nodes": "repeat"}.get(kind, "pair")
 
 
@@ -405,8 +409,8 @@ def differences_of(
 
     Args:
         derived: The records.
-        asked: The quantity that the suite asks for.  Only for ``loss`` do the words mention the margin of losses, and
-            only for ``rate`` do they give break-even rates.
+        asked: The quantity that the suite asks for.  If it is ``loss``, the words mention the margin of losses; if it
+            is ``rate``, they give break-even rates.
         found: Effects on the quantity that is compared, by (setting, configuration).
         compared: The keys of ``found`` for which differences are returned, in this order.
     """
@@ -452,8 +456,8 @@ def differences_of(
 def places_of(derived: Derived) -> dict[str, str]:
     """Return words that tell the settings apart, such as ``with 50 Mbit/s, ``, by the setting's hash.
 
-    The words name one field that has another value in each setting.  If there is no such field, they name all fields in
-    which any settings differ.  The dict is empty if there is a single setting.
+    The words name one field whose value is different in every setting.  If there is no such field, they name all fields
+    in which any settings differ.  The dict is empty if there is a single setting.
     """
     titles = titles_of(derived.finished[["setting", "where"]])
     if len(titles) < 2:

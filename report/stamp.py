@@ -27,8 +27,11 @@ _HERE: Final = Path(__file__).parent
 def digest(results: Path) -> str:
     """Return a SHA-256, as hexadecimal text, of everything from which a folder's page is made.
 
-    This is: the folder's records, traces and journal; the records of the suites that its suite names in ``seconds``;
-    the source files of this program; and the versions of the packages that draw the page.
+    These are hashed:
+
+    * the folder's records, traces and journal;
+    * the records of other suites that the folder's suite names with its key ``seconds``;
+    * the source files of this program, and the versions of the packages that draw the page.
     """
     whole = hashlib.sha256(f"{source_digest()} {[version(name) for name in _PACKAGES]}".encode())
     for path in sorted(path for path in _HERE.rglob("*") if path.is_file() and path.suffix != ".pyc"):

@@ -298,8 +298,8 @@ def _places(
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
     """Yield the groups of rows of the table of verdicts, as (cells, key, configurations, baselines).
 
-    There is one group for each setting or, if the suite compares the largest models that fit into memory (``sizes`` is
-    not empty), one for each memory limit.
+    There is one group for each setting.  A suite that compares the largest models that fit into memory (``sizes`` is
+    not empty) has one group for each memory limit instead.
 
     * ``cells`` are the cells that all rows of the group share, by column.
     * ``key`` is the setting's hash, or the memory limit as text.
@@ -327,9 +327,9 @@ def _places(
 
 
 def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, Any]:
-    """Return three entries of a row in the table's data, for one quantity: its value, its verdict and its printed text.
+    """Return a row's entries for one quantity in the table's data: the value, the verdict and the printed text.
 
-    For example, their columns are ``speedup``, ``speedup_verdict`` and ``_speedup``.
+    The keys are columns of the table.  For the speed-up they are ``speedup``, ``speedup_verdict`` and ``_speedup``.
     """
     value = effect.value if effect is not None else Interval(math.nan, math.nan, math.nan, 0)
     verdict, mark = "not measured", ""
@@ -353,8 +353,10 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
     """Return a row's entries for the interval in which a new run is expected, and ``n``, the effect's number of values.
 
     All entries are NaN if there is no effect, or if the quantity is counted (bytes, memory), since it does not vary.
-    Only the expected interval is NaN in two cases: the effect has no interval, or its seconds were measured at one
-    occasion, which says nothing about another occasion.
+    In these cases only the expected interval is NaN, and ``n`` is given:
+
+    * The effect has no interval, or has a reason against a verdict (``why``).
+    * The effect's seconds were measured at one occasion, which says nothing about another occasion.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:
@@ -408,7 +410,7 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
-    """Return the caption of the table of verdicts: what its numbers and marks mean, and when a loss is worse.
+    """Return the caption of the table of verdicts: what its numbers and marks mean, and when a loss counts as worse.
 
     ``shown`` are the quantities that have a column.  ``again`` says whether the table has the column "Expected in a
     new run".
@@ -451,9 +453,9 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
     """Return the indices of the rows that a page shows unfolded, at most :data:`MOST_OPEN`.
 
-    If the table has no more rows than this, all are shown.  Otherwise rows are added while there is room: first the
-    row of effect ``first``, then the rows of significant effects, then the rows of other effects, larger effects first.
-    With each row, the row of its setting's baseline is added.
+    If the table has at most :data:`MOST_OPEN` rows, all are shown.  Otherwise rows are added in this order while there
+    is room: the row of effect ``first``, the rows of significant effects, and the rows of other effects.  Within each
+    kind, larger effects come first.  With each row, the row of its setting's baseline is added.
     """
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:

@@ -1,4 +1,8 @@
-"""Reads what the witnesses recorded in an audited program's processes, and combines it into the calls of all ranks."""
+"""Reads the calls that an audited program's processes recorded, and combines them into the calls of all ranks.
+
+A *witness* is the recorder that the audit loads into each process of the program (:mod:`harness.audit.witness`).  Each
+witness writes one file.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +53,10 @@ class Key(NamedTuple):
 
 
 class Count(NamedTuple):
-    """The number of calls in one row, and the sums of the elements and bytes of their whole messages.
+    """The sums over the calls in one row of the report: number of calls, elements and bytes.
 
-    The whole message of an all-gather is the gathered tensor.  The whole message of a reduce-scatter is a rank's
-    tensor before it is scattered.
+    A collective counts with its whole message, although a rank sends only a part of it.  For an all-gather this is the
+    gathered tensor.  For a reduce-scatter it is the tensor that a rank passes in.
     """
 
     calls: int
@@ -94,7 +98,8 @@ class Rank:
     def take(self, event: Mapping[str, Any]) -> None:
         """Add the content of one event to this object.
 
-        An event is one line of the file that the witness of the process has written (:mod:`harness.audit.witness`).
+        An event is one line of the file that the process's witness, its recorder of calls, has written
+        (:mod:`harness.audit.witness`).
         """
         match event["event"]:
             case "process":
@@ -192,8 +197,8 @@ class Calls:
     def steps(self, first: int, last: int | None) -> list[int]:
         """Return the numbers of the steps from ``first`` to ``last`` whose calls were read on every rank.
 
-        If ``last`` is None, the range has no end.  If the range has no step that was read on every rank, the range is
-        ignored, and all steps that were read on every rank are returned.
+        Steps are counted from 1.  If ``last`` is None, all later steps are included.  If none of these steps was read
+        on every rank, all steps of the program that were read on every rank are returned instead.
         """
         end = self.whole if last is None else min(last, self.whole)
         return list(range(first, end + 1)) or list(range(1, self.whole + 1))
@@ -268,9 +273,11 @@ def combine(
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
     """Return the node of each rank of the program.
 
-    With ``ranks_per_node``, the node of a rank is computed from the rank's number.  Otherwise the node is taken from
-    the file of the rank's witness.  Ranks on other hosts may have left no file here.  Under torchrun, the node of such
-    a rank is computed from the rank's number; without torchrun, all ranks without a file count as one more node.
+    - With ``ranks_per_node``, the node is computed from the rank's number.
+    - Without it, the node is taken from the file that the rank has written: the node's number by torchrun or Slurm, or
+      else the host's name.
+    - A rank on another host may have left no file here.  Under torchrun, its node is computed from its number.  Without
+      torchrun, all ranks without a file count as one more node.
     """
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})
@@ -300,10 +307,11 @@ class Line:
 
 
 def lines(calls: Calls, step: int) -> list[Line]:
-    """Return the calls of all ranks in a step as the report's rows, sorted by phase, then by bytes, most bytes first.
+    """Return the report's rows for a step: the calls of all ranks, where equal calls of several ranks share a row.
 
-    Several ranks share a row if their calls agree in all fields but the group's name and the peer, and if their groups
-    have the same size and the same place (:meth:`Topology.place`).
+    Calls are equal if they agree in all fields but the group's name and the peer, and if their groups have the same
+    size and the same place (:meth:`Topology.place`).  Rows are sorted by phase and, within a phase, by bytes, most
+    bytes first.
     """
     found: dict[tuple[Any, ...], list[tuple[int, Key, Group]]] = defaultdict(list)
     for rank in calls.ranks:
@@ -325,10 +333,10 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Divide steps into classes, so that in all steps of a class every rank made the same calls.
+    """Divide steps into classes of equal steps: each rank made the same calls in all steps of a class.
 
-    Returns a list of steps for each class.  The largest class comes first.  Among classes of equal size, the class with
-    the latest step comes first.
+    Returns a list of step numbers for each class.  The largest class comes first.  Among classes of equal size, the
+    class with the latest step comes first.
     """
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:

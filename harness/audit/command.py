@@ -52,9 +52,7 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     first = int(found["first"])
     last = (int(found["last"]) if found["last"] else None) if found["to"] else first
     if first < 1 or (last is not None and last < first):
-        raise Refusal(
-            f"--steps {text}: steps count from 1, and the last step must be the first or a later one"
-        )
+        raise Refusal(f"--steps {text}: steps count from 1, and the last step must not come before the first")
     return first, last
 
 
@@ -167,13 +165,14 @@ def exit_status(program: int, report: Report | None, expected: int) -> int:
     """Return the exit status of ``zeropp audit``.
 
     Args:
-        program: Exit status of the audited program.  If this is not 0, it is returned.
-        report: The report.  If it lists broken expectations, 1 is returned.
-        expected: Number of expectations.  Without a report, 1 is returned if there are any, since they could not be
-            checked.
+        program: Exit status of the audited program.
+        report: The report; None if there is none.
+        expected: Number of expectations that the user gave.
 
     Returns:
-        The exit status, which is 0 in all cases that are not named above.
+        - ``program``, if it is not 0;
+        - 1 if an expectation is broken or could not be checked (without a report, none can be checked);
+        - 0 in all other cases.
     """
     if program:
         return program

@@ -1,6 +1,6 @@
 """Expectations of what a program sends, as text: ``all_gather int8 <= 0.5 M between nodes``.
 
-The grammar, in which brackets are optional and words may be in any case:
+The grammar, in which parts in brackets may be left out, and upper and lower case are the same:
 
     OPERATION [TYPE] [in PHASE] [over RANKS ranks] RELATION NUMBER UNIT [between nodes | inside nodes | sent]
 
@@ -10,7 +10,7 @@ The grammar, in which brackets are optional and words may be in any case:
 - PHASE: ``forward``, ``backward``, ``optimizer`` or ``other``;
 - RANKS: number of ranks of the process group;
 - RELATION: ``<=``, ``>=`` or ``==`` (``==`` allows 1 % of difference);
-- UNIT: ``M``, the bytes of the parameters in 16 bits; ``B``, ``kB``, ``MB`` or ``GB``; or ``calls``.
+- UNIT: ``M``, which is 2 bytes for each parameter of the model; ``B``, ``kB``, ``MB`` or ``GB``; or ``calls``.
 
 NUMBER is compared with the bytes or calls of one step:
 
@@ -93,9 +93,9 @@ class Expectation:
         )
 
     def holds(self, value: float, bound: float) -> bool:
-        """Return whether the measured ``value`` and the ``bound`` are in the relation that the expectation demands.
+        """Return whether the measured ``value`` satisfies the expectation, which compares it with ``bound``.
 
-        The relation is ``<=``, ``>=`` or ``==``; ``==`` allows 1 % of difference.
+        The comparison is ``<=``, ``>=`` or ``==``; ``==`` allows 1 % of difference.
         """
         match self.relation:
             case "<=":
@@ -170,8 +170,9 @@ def broken(
     """Return a line for each expectation that does not hold or cannot be checked.
 
     The line for a broken expectation names the first step in which it is broken, the rank or node, and what was
-    measured there.  An expectation in M cannot be checked if the number of parameters is not known.  If the audit has
-    missed calls on a rank, lines that say so come first, since then it is not known whether the expectations hold.
+    measured there.  An expectation with the unit M cannot be checked if the number of parameters is not known.  If the
+    audit has missed calls on a rank, lines at the beginning of the list say so: an expectation may then be broken
+    although no line says it.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"

@@ -71,9 +71,9 @@ class Found:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table of calls that :meth:`show` prints, as a dictionary for each row, by the table's columns.
+        """The rows of the table of calls that :meth:`show` prints, each a dictionary with a key for each column.
 
-        The table shows one step, which stands for the largest group of steps in which the same calls were made.
+        The table shows the calls of one step: the first step of the largest group of steps with equal calls.
         """
         return tables.call_rows(self.report)
 

@@ -1,4 +1,4 @@
-"""Runs the audited program, and keeps what its witnesses write in the audit's folder."""
+"""Runs the audited program, and prepares the folder into which the program's processes record their calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # former name of this varia
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make the folder of an audit, and write into it a copy of the witness and the witness's ``options``.
+    """Make the folder of an audit, and write into it the module that the program's processes load, with ``options``.
 
-    The files of an earlier audit in this folder are removed.
+    The module, called the witness, records a process's calls (:mod:`harness.audit.witness`).  The files of an earlier
+    audit in this folder are removed.
 
     Raises:
         Refusal: If ``folder`` is a file, or has files but no earlier audit.
@@ -63,8 +64,8 @@ def environment(folder: Path) -> dict[str, str]:
 def run(command: Sequence[str], folder: Path) -> int:
     """Run the audited program with this process's standard streams, and return the program's exit status.
 
-    If signal N ended the program, the status is 128 + N.  While the program runs, this process ignores Ctrl-C, which
-    the program gets too, and passes SIGTERM on to the program.
+    If signal N ended the program, the status is 128 + N.  While the program runs, this process ignores Ctrl-C, since
+    the terminal sends Ctrl-C to the program as well.  It passes SIGTERM on to the program.
 
     Raises:
         Refusal: If the program cannot be started.
@@ -100,13 +101,14 @@ def _default_interrupt() -> None:
 
 
 def count_parameters(name: str) -> int:
-    """Return the number of elements of all parameters of the model that ``name``, a ``module:function``, makes.
+    """Return the number of elements of all parameters of the model that the user has named.
 
-    The function is called on the device ``meta``, where tensors take no memory.  ``name`` may also name an object that
-    is a torch.nn.Module; it is then counted as it is.
+    ``name`` has the form ``module:function``.  The function makes the model; it is called on the device ``meta``, where
+    tensors take no memory.  Instead of a function, the name may also refer to a torch.nn.Module.
 
     Raises:
-        Refusal: If the function cannot be imported, raises an error, or returns something else than a torch.nn.Module.
+        Refusal: If ``name`` has another form, or if the function cannot be imported, raises an error, or does not
+            return a torch.nn.Module.
     """
     import torch
 

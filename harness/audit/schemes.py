@@ -3,12 +3,12 @@
 An audit knows a closed form of each scheme: a formula for the number of elements that each kind of collective has in a
 micro-batch.  A collective counts with its whole message, which is the complete tensor, such as the gathered tensor of
 an all-gather.  A rank sends only a part of this tensor; :mod:`harness.audit.wire` computes how many bytes the part has.
-The table gives the numbers of elements as multiples of the number of the model's parameters.
+In the table, 1 stands for as many elements as the model has parameters.
 
 | scheme | all-gather | reduce-scatter | all-reduce |
 | --- | --- | --- | --- |
 | DDP | | | 1 |
-| ZeRO-1, ZeRO-2 | 1 in the optimizer | 1, also as reduce or all-reduce | |
+| ZeRO-1, ZeRO-2 | 1 in the optimizer's step | 1, or 1 in a reduce or an all-reduce instead | |
 | ZeRO-3 | 1 in forward, 1 in backward | 1 | |
 | HSDP of S shards | as ZeRO-3, among the shards | 1 among the shards | 1 / S among the replicas |
 | hpZ | 1 in forward among all ranks, 1 in backward inside a group | as ZeRO-3 | |
@@ -85,7 +85,7 @@ class Scheme:
 
     @property
     def expected(self) -> float:
-        """The bytes of all ``terms`` together that the scheme's closed form expects."""
+        """The expected bytes of all ``terms`` together, by the scheme's closed form (a formula for what it sends)."""
         return sum(term.expected or 0 for term in self.terms)
 
 
@@ -103,12 +103,15 @@ class Model:
 
 
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
-    """Return the audited model's number of parameters and what is known of its units; None if the number is unknown.
+    """Return the number of parameters of the audited model; None if it is not known.
+
+    If FSDP2 trains the model, the result also describes FSDP2's units (the modules given to ``fully_shard()``).  If
+    this project's engine trains it, the result describes the engine's messages.
 
     Args:
-        calls: The calls of all ranks, with what the witnesses noted about the model.
-        elements: Number of parameters of the model that the user named; None if the user named none.
-        named: The user's name for the model, such as ``train:build_model``, which becomes the model's ``source``.
+        calls: The calls of all ranks, with what was recorded about the model in the program's processes.
+        elements: Number of parameters, if the user has named the model; otherwise None.
+        named: The name that the user has given, such as ``train:build_model``.  It becomes the result's ``source``.
     """
     events = [rank.model for rank in calls.ranks if rank.model is not None]
     units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
@@ -165,8 +168,8 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
         model: Size of the model.
 
     Returns:
-        (name, bytes).  ``name`` is :data:`NONE` if the messages look like no scheme.  ``bytes`` has the expected bytes
-        by keys of ``large``; keys for which the scheme has no messages are missing.
+        (name, bytes).  ``name`` is :data:`NONE` if the messages look like those of no scheme.  ``bytes`` has the
+        expected bytes, by the same keys as ``large``.  A key is missing if the scheme sends no such messages.
     """
     if model.units:
         found = _of_units(large, model)
@@ -177,15 +180,15 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     elements = model.elements
 
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
-        """Return the expected bytes of messages that carry ``share`` times the model's parameters in each micro-batch.
+        """Return the expected bytes of one step, for each of ``places``.
 
         The number of micro-batches is not known.  It is estimated for each place from the elements that were measured
         there, and is at least 1.  For example, with 1000 parameters, a share of 0.5 and 1490 measured elements, the
         quotient 1490 / (0.5 * 1000) = 2.98 is rounded to 3 micro-batches.
 
         Args:
-            places: Keys of ``large``: (operation, phase, type, group size).
-            share: Elements of one micro-batch's messages, divided by the model's parameters.
+            places: The places, which are keys of ``large``: (operation, phase, type, group size).
+            share: Elements of one micro-batch's messages at each of the places, divided by the model's parameters.
         """
         return {
             place: share
@@ -229,8 +232,9 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
     """Return the name of FSDP2's scheme and its expected bytes, computed from the sizes and groups of FSDP2's units.
 
-    ``large`` has the measured sums of a rank's messages.  Its keys, and those of the returned bytes, are (operation,
-    phase, type, group size).  Returns None if FSDP2 would send messages under a key that ``large`` lacks.
+    A unit is a module that was given to ``fully_shard()``.  ``large`` has the measured sums of a rank's messages, by
+    (operation, phase, type, group size).  The returned bytes have the same keys.  Returns None if FSDP2 would send
+    messages under a key that ``large`` lacks.
     """
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)
@@ -257,10 +261,10 @@ def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place,
 def _of_hops(calls: Calls, rank: Rank, step: int, model: Model, hops: Sequence[dict[str, Any]]) -> Scheme:
     """Compare what ``rank`` sent in ``step`` with what this project's engine should send, and return the scheme.
 
-    The expected bytes are the sum of ``hops``: descriptions, from the witness, of the exchanges in which the engine
-    gathers weights and reduces gradients.  Exchanges through shared memory are left out, since an audit does not see
-    them.  The scheme's name is :data:`NONE` if the measured bytes differ from the expected bytes, or if the rank sent
-    other large messages too.
+    ``hops`` describes the exchanges in which the engine gathers weights and reduces gradients; these descriptions were
+    read from the running engine.  The expected bytes are summed over all exchanges, without those through shared
+    memory, which an audit does not see.  The scheme's name is :data:`NONE` if the measured bytes differ from the
+    expected bytes by more than :data:`TOLERANCE`, or if the rank sent other large messages too.
     """
     sums: dict[_Spot, Count] = defaultdict(lambda: Count(0, 0, 0))
     types: dict[_Spot, str] = {}

@@ -66,7 +66,7 @@ class Report:
     model: Model | None
     scheme: Scheme | None  # of the first step of the largest class; None without a model
     by: str  # what ends a step
-    broken: list[str]  # a line for each expectation that does not hold
+    broken: list[str]  # a line for each expectation that does not hold or could not be checked
     kept: int  # number of all expectations that were given, broken ones included
 
     @property
@@ -84,10 +84,15 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Compare the calls of the steps with the schemes, and return the report of these steps.
+    """Compare the calls of the steps with the schemes of data parallelism, and return the report of these steps.
 
-    ``steps`` are the numbers of the steps, at least one.  The other arguments become the fields of the same name of
-    :class:`Report`.
+    Args:
+        calls: The calls of all ranks.
+        steps: Numbers of the steps to report, at least one.
+        model: The model's size; None if it is not known.  No scheme is then found.
+        by: What ends a step, in words, such as ``optimizer steps``.
+        broken: A line for each expectation that does not hold or could not be checked.
+        kept: Number of all expectations that were given, broken ones included.
     """
     classes = alike(calls, steps)
     scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
@@ -95,10 +100,10 @@ def report_on(
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return the table of calls in one step, a dictionary for each row, by the keys of :data:`COLUMNS` and a few more.
+    """Return the rows of the table of calls in one step; a row is a dictionary.
 
-    There is one row for each :class:`Line`, which stands for equal calls of one or several ranks.  By default the step
-    is :attr:`Report.shown`, the step that stands for all reported steps.
+    A row stands for equal calls of one or several ranks (:class:`Line`).  It has the keys of :data:`COLUMNS` and a few
+    more.  By default, the step is :attr:`Report.shown`, the first step of the largest class of steps with equal calls.
     """
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
@@ -172,7 +177,8 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
     rank's reading lacks what other ranks have yet to send in this step.  The last rank's reading includes what other
     ranks have already sent in the next step.  The node's true count at the end of the step lies between these two
     readings, so the bytes between the ends of two steps are known only as a range.  ``counted`` is the middle of the
-    range, and ``uncertain`` is half of its width.  When the program has ended, the last reading is exact.
+    range, and ``uncertain`` is half of its width.  A rank that records until its process ends reads the counters once
+    more then.  If all ranks of the node do so, the last of these readings is exact.
     """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
@@ -206,9 +212,10 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
-    """Return whether ``step`` was the last step of all ranks, and all ranks then ended by themselves.
+    """Return whether ``step`` was the last step of all ranks, and all ranks recorded until they ended by themselves.
 
-    Each rank has then read its node's counters once more when it ended.
+    If so, each rank has read its node's counters once more when it ended.  A rank that was killed has not, nor has a
+    rank that stopped recording after the last step that the audit was asked for.
     """
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
@@ -216,8 +223,8 @@ def _ended(ranks: Sequence[Rank], step: int) -> bool:
 def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
     """Return, for each interface, the (smallest, largest) value that the ranks of one node read after ``step``.
 
-    Each rank reads the counter at another moment, so that the values differ.  If the program ended with this step, the
-    largest value is exact, and is returned as both values.
+    The ranks read the counter at different moments, so their values differ.  If the program ended with this step, the
+    largest value is exact, and is returned twice, as the smallest and as the largest value.
     """
     read: dict[str, list[int]] = {}
     for rank in ranks:
@@ -228,13 +235,15 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 
 
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
-    """Choose two steps (first, last), such that a node's bytes between their ends are known as exactly as possible.
+    """Choose two steps (first, last), such that the bytes that a node sent between their ends are known most exactly.
 
-    A step can be chosen if all ranks of the node read the counters after it, and if it is a reported step or the step
-    before the first reported step.  ``first`` is one of the first ten steps that can be chosen, and ``last`` is one of
-    the last ten.  The ranks read the counters at different moments, so their readings after a step differ.  Of all
-    pairs, the pair is chosen for which this difference, summed over both steps and divided by the number of steps
-    between them, is smallest.  Returns None if fewer than two steps can be chosen.
+    The ranks of a node read its interface counters at different moments after a step.  The difference between these
+    readings is the uncertainty of the step.  The chosen pair has the smallest sum of both uncertainties, divided by the
+    number of steps from ``first`` to ``last``.
+
+    Candidates are the reported steps, and the step before the first of them, if all ranks of the node read the counters
+    after the step.  ``first`` is one of the first ten candidates, and ``last`` is one of the last ten.  Returns None if
+    there are fewer than two candidates.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])

@@ -44,8 +44,8 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
     Args:
         rank: The global rank.
         key: The fields that the calls share, such as their operation.
-        count: The calls' sums.  Their bytes are those of whole messages, such as the gathered tensor of an all-gather,
-            of which a rank sends only a part.
+        count: Number of the calls, and the sums of their elements and bytes.  A collective counts with its whole
+            message, such as the gathered tensor of an all-gather.
         group: The process group.
         topology: The node of each rank.
     """
@@ -67,8 +67,7 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
 def between_by_node(calls: Calls, step: int, *, late: bool = False) -> dict[int, float]:
     """Return, for each node, the bytes that the node's ranks send to other nodes in a step.
 
-    With ``late``, only some calls of the step are counted: those that were made after the interface counters had been
-    read for this step.
+    With ``late``, a call of the step is counted only if it was made after the step's interface counters had been read.
     """
     leaving: dict[int, float] = defaultdict(float)
     for rank in calls.ranks:

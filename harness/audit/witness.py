@@ -323,9 +323,10 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return the processor seconds of reading the recorder and of the whole process, since the first step's end.
+        """Return processor seconds since the end of the first step: ``lasted`` and ``reading``.
 
-        The keys are ``reading`` (seconds spent in reading the recorder) and ``lasted`` (seconds of the whole process).
+        ``lasted`` is the processor time of the whole process.  ``reading`` is the part of it that reading torch's
+        flight recorder took.
         """
         lasted = time.process_time() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
@@ -333,8 +334,8 @@ class Witness:
     def stop(self, *, in_hook: bool = False) -> None:
         """Stop recording, and remove all wrappers and hooks.
 
-        ``in_hook`` says that an optimizer's hook calls this method.  torch then iterates over the hooks, so they stay
-        registered and do nothing from now on.
+        ``in_hook`` says that an optimizer's hook calls this method.  torch is iterating over its hooks at that moment,
+        so they cannot be removed: they stay registered, and do nothing from now on.
         """
         self.over = True
         for undo in reversed(self.undo):
@@ -408,11 +409,11 @@ class Witness:
         self.undo.append(lambda: setattr(holder, name, before))
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Return a replacement for ``method`` of ``ProcessGroup`` that counts or notes a call before it makes the call.
+        """Return a replacement for ``method`` of ``ProcessGroup``, which counts each call and then makes it.
 
-        A call that torch's flight recorder is known to see is only counted, which tells the witness how full the
-        recorder is.  If the recorder may be nearly full, or is not known to see the call, the replacement passes the
-        call to :meth:`note`, as a call of ``operation``.
+        ``operation`` is the collective that the method starts, such as ``all_gather``.  If torch's flight recorder sees
+        the call, counting is enough: the count tells how full the recorder is.  In two cases the replacement passes the
+        call on to :meth:`note`: if the recorder may not see the call, or if the recorder may be nearly full.
         """
         maybe_unseen = operation in _POINT_TO_POINT
 
@@ -434,10 +435,10 @@ class Witness:
 
     @_guarded
     def note(self, operation: str, group: Any, arguments: Any, options: Any) -> None:
-        """Count a call of ``operation`` from Python; if no recorder sees the call, also note its row.
+        """Count a call of ``operation`` that Python code makes; if no recorder sees the call, also keep its row.
 
-        If ``group`` is not known yet, first find all new groups.  If the recorder is nearly full, and no step has ended
-        since the recorder was last read, read it now.
+        If the recorder is nearly full, and no step has ended since it was last read, this method reads it.  If
+        ``group`` is not known yet, this method writes an event for each new group.
         """
         self.since += 1
         self.in_step += 1
@@ -471,11 +472,11 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Note when a step of ``optimizer`` begins, if ``optimizer`` is the one whose steps end training steps.
+        """Note the time at which a step of ``optimizer`` begins, if ``optimizer`` marks the training steps.
 
-        Of a program's optimizers, the first whose ``step()`` is called ends training steps.  If an optimizer's
-        ``step()`` calls another optimizer's, the outer one was called first.  After this optimizer has been deleted,
-        the next optimizer that steps takes its place.
+        Of a program's optimizers, the one whose ``step()`` is called first marks the training steps: each of its steps
+        ends one.  If an optimizer's ``step()`` calls the ``step()`` of others, the outer optimizer is called first.
+        After the marking optimizer has been deleted, the next optimizer that steps takes its place.
         """
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
@@ -484,9 +485,10 @@ class Witness:
 
     @_guarded
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """End the training step, if ``optimizer`` is the one whose steps end training steps (:meth:`before_step`).
+        """End the training step, if ``optimizer`` marks the training steps (:meth:`before_step`).
 
-        If ``optimizer`` has stepped for the first time, also write the number of its parameters.
+        If ``marker`` is set, the function that it names ends training steps instead.  If ``optimizer`` has stepped for
+        the first time, also write the event ``model``, with the number of parameters.
         """
         if id(optimizer) not in self.optimizers and len(self.optimizers) < 1000:
             self.optimizers[id(optimizer)] = type(optimizer).__name__
@@ -496,7 +498,7 @@ class Witness:
 
     @_guarded
     def mark(self) -> None:
-        """Count the current step as ended, and read the recorder if it is time to.
+        """Count the current step as ended, and read torch's flight recorder if a reading is due.
 
         The recorder is always read after each of the first :data:`FIRST_STEPS` steps, after ``last_step``, and if it
         could overflow in the next step.  After any other step it is read only if all readings since the first step,
@@ -742,10 +744,11 @@ class Witness:
         return new, last
 
     def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
-        """Return the rows of ``entries``, which have no stacks: phases and call sites come from earlier steps.
+        """Return the rows of ``entries``, which were copied without stacks, with the help of earlier equal steps.
 
-        Returns None if the rows are not known.  This is so in two cases: if a step has calls that have not yet come
-        twice with the same stacks, or if some entries belong to no step that has ended.
+        Phases and call sites, which stacks would show, are taken from an earlier step with the same calls.  Returns
+        None in two cases: if the calls of a step have not yet come twice with the same stacks, or if some entries were
+        made after the last step that has ended.
 
         Args:
             name: Name of the recorder.
@@ -1005,8 +1008,8 @@ def _other_engines(
         held: Ids of the parameters that these optimizers hold.
 
     Returns:
-        The engine's name, and a dictionary with the (elements, type) of each parameter, whose keys mean nothing.  None
-        if neither engine trains the model.
+        (name, sizes): the engine's name, and the (elements, type) of each parameter.  The keys of ``sizes`` are
+        arbitrary numbers, one for each parameter.  None if neither engine trains the model.
     """
     if engines := _own_engines(held):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
@@ -1024,9 +1027,11 @@ def _other_engines(
 
 
 def _own_engines(held: Iterable[int]) -> list[Any]:
-    """Return those of this project's engines that the optimizers with the parameters ``held`` (ids) train.
+    """Return the engines of this project that train with an optimizer of the audited program.
 
     Such an engine hands its masters, which are fp32 shards, to the optimizer in place of the model's parameters.
+    ``held`` has the ids of all parameters that the program's optimizers hold; an engine is returned if some of its
+    masters are among them.
     """
     watch = sys.modules.get("impl.engine.optimizer_watch")
     engines = [] if watch is None else watch.engines()
@@ -1049,7 +1054,7 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
     - ``unseen``: whether ranks exchange these messages in shared memory, which an audit does not see;
     - ``bytes``: how many bytes the rank sends to each of the other ranks of the group;
     - ``scales``: how many of these bytes are the codec's scales;
-    - ``each``: whether this turn happens in every micro-batch.
+    - ``each``: in the turn ``reduction``, whether gradients are reduced in every micro-batch; true in all other turns.
     """
     plan, schedule = sys.modules["impl.plan.hops"], sys.modules["impl.plan.prefetch_schedule"]
     mesh = engine.wire.mesh

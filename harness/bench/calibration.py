@@ -202,11 +202,11 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
 
     - The first fit explains the seconds of forward and backward without communication by the costs ``launch``,
       ``fixed`` and ``per_token``.
-    - The second fit explains the rest of a step by the costs ``unit``, ``element``, ``message`` and ``sent``.  The rest
-      is ``(step - forward - backward - optimizer) / slower - encoding``, in seconds.  ``slower`` is 1.1 if the trial's
-      forward and backward took 1.1 times as long as the first fit predicts.  ``encoding`` is predicted from the codecs'
-      measured costs.  Trials over the slow link are left out, since waking threads that wait for messages costs
-      processor time too.
+    - The second fit explains the remaining seconds of a step by the costs ``unit``, ``element``, ``message`` and
+      ``sent``.  The remaining seconds are ``(step - forward - backward - optimizer) / slower - encoding``.  ``slower``
+      is the ratio of the trial's seconds of forward and backward to those that the first fit predicts.  ``encoding``
+      is predicted from the codecs' measured costs.  Only trials over the fast link are used, since over the slow link
+      processor time is also spent on waking threads that wait for messages.
 
     ``optimizer``, ``efficiency`` and ``latency`` come from medians of measured values.  ``spread`` becomes the larger
     of the machine's drift and the error of predicted durations (:func:`_error`).
@@ -230,7 +230,7 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
     unshaped = [trial for trial in measured if trial.achieved is None]
 
     def busy(**costs: Any) -> list[float]:
-        """Return, for each trial over the fast link, a step's processor seconds on a machine with only these costs."""
+        """Predict, for each trial over the fast link, a step's processor seconds if all costs but these were 0."""
         steps = (replace(trial.step, parameters=0.0, rate=math.inf) for trial in unshaped)
         return [step_of(replace(blank, **costs), step).seconds for step in steps]
 
@@ -256,11 +256,13 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Return, by name, a factor of at least 0 for each of ``terms``: the non-negative least squares fit of ``seconds``.
+    """Fit ``seconds`` as a sum of ``terms``, each times a factor of at least 0, and return the factors by name.
+
+    The fit is by non-negative least squares over the trials.
 
     Args:
         terms: For each term, by name, its value in each trial.
-        seconds: For each trial, the seconds that the sum of the terms times their factors should equal.
+        seconds: The seconds of each trial, which the sum should equal.
         over: For each trial, the number by which its error is divided before errors are squared.
     """
     weights = 1 / np.maximum(np.array(over), 1e-9)

@@ -118,7 +118,7 @@ def _carries(transport: Transport, algorithm: Gather | Reduce, topology: Topolog
     """Return whether ``transport`` can carry at least one hop of an algorithm on these nodes and ranks.
 
     The transport ``backend`` carries every hop.  Shared memory (``shm``) carries only hops inside a node of two or more
-    ranks, and no rings.
+    ranks, and no hop of a ring algorithm.
     """
     if transport == "backend":
         return True

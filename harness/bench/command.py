@@ -160,7 +160,7 @@ def overlap(
     ] = 90.0,
     results: Results = Path("results"),
 ) -> Path:
-    """Measure how much communication overlaps with computation, and how much both hops of a reduction overlap.
+    """Measure how much communication overlaps with computation, and a reduction's two hops with each other.
 
     Training steps over a slow link are timed against the same steps without communication.  Reductions in several
     chunks are timed against reductions in one chunk.
@@ -228,12 +228,12 @@ class _Run:
     ) -> list[Result]:
         """Run ``target`` in fresh processes, one for each rank, and return its results in rank order.
 
-        The kernel limits the rate between nodes, which are network namespaces, to ``mbit`` (Mbit/s; None for no limit).
-        A paced link, in which the sending process delays messages, would not do: it delays only messages of this
-        project's collectives, and not those of gloo's.
+        If ``mbit`` is None, all ranks share the loopback interface, without a limit.  Otherwise each node is a network
+        namespace, and the kernel limits the rate between nodes to ``mbit`` Mbit/s.  A paced link, in which the sending
+        process delays messages, would not do: it would delay this project's collectives, but not gloo's.
 
         Raises:
-            LaunchError: if a process fails.
+            LaunchError: If a process fails.
         """
         from harness.cluster.link import open_link
         from harness.cluster.rank_processes import Launch, run_ranks

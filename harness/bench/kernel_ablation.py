@@ -1,9 +1,9 @@
 """Defines variants of the CUDA kernels that lack an optimisation, as backends of ``zeropp bench codecs``.
 
 All variants write the same bits as the backend ``cuda``, so that a difference in speed is due to the optimisation.
-:data:`ABLATED` lists the variants.  Optimisations are taken away one by one from ``cuda`` to ``cuda-general``, from
-there to ``cuda-shared-memory``, and from there to ``cuda-two-reads``; the last of these steps changes only encoding.
-Each of the other variants lacks one optimisation of ``cuda``.
+:data:`ABLATED` lists the variants.  Three of them are a series in which encoding loses one more optimisation at a time:
+first ``cuda-general``, then ``cuda-shared-memory``, then ``cuda-two-reads``.  The last two decode with the same kernels
+as ``cuda``.  Each of the other variants lacks one optimisation of ``cuda``.
 """
 
 from __future__ import annotations

@@ -148,9 +148,10 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     """Time a two-hop reduction in several chunks and in one chunk, and the messages of each of its hops alone.
 
-    The four are timed in turns, for about ``seconds`` in all.  All ranks must call this function.  It returns one
-    sample of this rank: the seconds of the reduction in several chunks, with the reduction in one chunk as reference,
-    and the seconds of each hop as ``parts``.  ``mebibytes`` is the size of the reduced fp32 gradient in MiB.
+    Both reductions and both hops are timed in turns, for about ``seconds`` in all.  All ranks must call this function.
+    It returns one sample of this rank: the seconds of the reduction in several chunks, with the reduction in one chunk
+    as reference, and the seconds of each hop as ``parts``.  ``mebibytes`` is the size of the reduced fp32 gradient in
+    MiB.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
@@ -218,7 +219,7 @@ def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
 
 
 def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
-    """Return the size in bytes of a message of each hop of a two-hop reduction: (first hop, second hop).
+    """Return (first, second): the bytes of one message in the first and in the second hop of a two-hop reduction.
 
     In each hop, a rank sends one message to each other rank of a group: first to the ranks of its node, then to the
     ranks with the same place on other nodes.  ``mebibytes`` is the size of the reduced fp32 gradient in MiB.

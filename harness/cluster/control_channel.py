@@ -43,7 +43,7 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The node of the run that this process belongs to, and the address of the store through which all nodes meet."""
+    """A process's place in a run: its node, and the address of the key-value store through which all nodes meet."""
 
     node: int
     nodes: int
@@ -56,14 +56,17 @@ class Place:
 
     @property
     def follows(self) -> bool:
-        """Whether another process leads the run, and decides what the ranks do."""
+        """Whether another process leads the run.
+
+        The leading process is the supervisor of node 0.  It decides what all ranks do.
+        """
         return self.waits or self.node != 0
 
     def for_ranks(self, work: int) -> Place:
-        """Return the place at which the ranks of all nodes meet for the command with number ``work``.
+        """Return the place through which the ranks of all nodes find each other when they run command number ``work``.
 
-        The address of the store stays the same.  Only ``job``, the name of the run, changes.  It is a part of each key,
-        so that the ranks' keys differ from all other keys in the store.
+        The ranks use the same store as the supervisors.  Only ``job``, the name of the run, is different.  It is a part
+        of each key, so that the ranks' keys differ from all other keys in the store.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")
 
@@ -135,12 +138,15 @@ class Channel:
         except ValueError as error:
             where = _with_port(self.place)
             raise ChannelError(
-                f"the value of {key!r} in the store at {where} comes from no process of this run; give each run a port "
-                "of its own"
+                f"the value of {key!r} in the store at {where} comes from no process of this run: another run may use "
+                "this port; give each run a port of its own"
             ) from error
 
     def _full(self, key: str) -> str:
-        """Return the key with the run's name in front, under which a value is stored and for which it is encrypted."""
+        """Return the full key, with the run's name in front.
+
+        A value is stored under its full key, and encrypted so that it can be read only under this key.
+        """
         return f"{self.place.job}/{key}"
 
     def _shared_token(self) -> str:
@@ -160,7 +166,7 @@ class Channel:
             self._store.set("token", run_token.digest_of(token))
         except RuntimeError as error:
             raise Refusal(
-                f"node {self.place.node}: node 0 does not begin the run: {_line(error)}; start the same command on all "
+                f"node {self.place.node}: node 0 has not begun the run: {_line(error)}; start the same command on all "
                 "nodes"
             ) from error
         return token
@@ -187,7 +193,7 @@ class Channel:
         """Return whether ``node`` is lost: whether it has sent no new heartbeat for :data:`_LOST_SECONDS` seconds.
 
         A node that has not sent any heartbeat yet gets more time: it is lost :data:`_START_SECONDS` seconds after this
-        process first asked for this node.  The node of this process is never lost.
+        method was first called for this node.  The node of this process is never lost.
         """
         count, now = self._read(f"beat/{node}", self._meeting) or 0, time.monotonic()
         if node not in self._seen or count > self._seen[node][0]:

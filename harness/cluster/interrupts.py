@@ -1,7 +1,7 @@
-"""Handles Ctrl-C: it first ends the process at once, and later raises an exception, so that callers can clean up.
+"""Decides what Ctrl-C does: it ends the process at once or, when there is something to clean up, raises an exception.
 
-A ``KeyboardInterrupt`` that is raised while torch is imported may be swallowed by code that lets no exception pass, or
-abort the process.  Therefore Ctrl-C ends the process with one line and status 130 (:func:`end_at_once`) until the
+A ``KeyboardInterrupt`` that is raised while torch is imported may be swallowed by code that catches all exceptions, or
+may abort the process.  Therefore Ctrl-C ends the process with one line and status 130 (:func:`end_at_once`) until the
 command line starts processes, joins nodes or writes files.  From then on (:func:`take_over`), Ctrl-C raises a
 ``KeyboardInterrupt`` as usual.
 

@@ -56,13 +56,15 @@ _ADVICE: Final = (
 def message_bytes(cluster: Cluster) -> int:
     """Return the size in bytes of the messages with which the rate of a cluster's link is measured.
 
-    The size is
+    - For a cluster of one node, the size is 0.
+    - Without a rate, it is 8 MiB for link ``none``, and 64 MiB for all other links.
+    - With a rate, it is the largest of these numbers:
 
-    - 0 for a cluster of one node;
-    - 8 MiB for link ``none`` without a rate, and 64 MiB for all other links without a rate;
-    - with a rate: the largest of the bytes that the link sends in 0.2 s, the bytes that it sends in 50 times the
-      latency, and 20 bursts of the queue.  For a ``shaped`` link, also the bytes that the link sends in 0.5 s, but at
-      most 64 MiB: on such a link, a message of 0.2 s sometimes takes up to 0.6 % longer than its size and the rate say.
+      - the bytes that the link sends in 0.2 s;
+      - the bytes that the link sends in 50 times the latency;
+      - 20 bursts of the queue that limits the rate;
+      - for a ``shaped`` link, the bytes that the link sends in 0.5 s, but at most 64 MiB.  On such a link, a message of
+        0.2 s sometimes takes up to 0.6 % longer than its size and the rate say.
 
     With NCCL, all ranks of a node send at once (:func:`exchange`).  A size that was computed from a rate is then
     divided by the number of these ranks.
@@ -161,8 +163,8 @@ class Link:
 def open_link(cluster: Cluster, run_id: str) -> Link:
     """Open the link between a cluster's nodes, and return it.
 
-    A ``real`` or ``shaped`` link is returned without its ports, which the caller sets.  The interfaces of a ``shaped``
-    link are limited later, by the hosts' supervisors.
+    For a ``real`` or ``shaped`` link, the network interfaces of the hosts (``ports``) are not known here, and the
+    caller sets them.  The rate of a ``shaped`` link is limited later, by the supervisors of the hosts.
 
     Args:
         cluster: The cluster.
@@ -181,7 +183,9 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     if kind in ("real", "none"):
         if rate is not None or latency:
             limit = f"a rate of {rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
-            raise LinkError(f"link {kind!r} cannot have {limit}; use 'auto', 'namespaces' or 'paced'")
+            raise LinkError(
+                f"link {kind!r} cannot have {limit}; set cluster.link to 'auto', 'namespaces' or, with a rate, 'paced'"
+            )
         return Link(cluster, kind, why, (Port(None, ""),) * cluster.nodes if kind == "real" else loopback)
     if kind in ("auto", "namespaces"):
         try:
@@ -251,8 +255,8 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
     """Measure the link's rate with :func:`exchange`, and return this rank's rate in each repetition, in Mbit/s.
 
-    Supervisors run this function on their ranks (:mod:`harness.cluster.node_supervisors`).  It therefore has exactly
-    two arguments.
+    Supervisors run this function on their ranks, and can pass one argument besides the rank
+    (:mod:`harness.cluster.node_supervisors`).  All settings are therefore in one tuple.
 
     Args:
         rank: This rank.

@@ -11,16 +11,17 @@ from harness.errors import LinkError
 def nccl_variables(port: Port) -> dict[str, str]:
     """Return environment variables that make NCCL use the interface or adapters of ``port`` between nodes.
 
-    Three kinds of ports need such variables, because NCCL by itself might send in another way:
+    There are three cases in which NCCL might otherwise send in another way:
 
     - Nodes are network namespaces of one machine.  NCCL tells hosts apart by their names (NCCL user guide, Environment
-      Variables), so between namespaces it would use peer access and shared memory, which no queue limits.
-    - The rate of the host's interface is limited.  NCCL could then use InfiniBand, a plugin's network or NVLink.  With
-      ``NCCL_NET``, it fails instead.
-    - The suite asks for adapters (``cluster.hcas``).  If they did not work, NCCL would use sockets.  With ``NCCL_NET``,
-      it fails instead.
+      Variables), and would take all namespaces for one host.  It would then use peer access and shared memory, which no
+      queue limits.
+    - The rate of the host's interface is limited.  NCCL might avoid this interface and use InfiniBand, a plugin's
+      network or NVLink.  ``NCCL_NET`` makes NCCL fail instead.
+    - The suite asks for InfiniBand or RoCE adapters (``cluster.hcas``).  If they did not work, NCCL would use sockets.
+      ``NCCL_NET`` makes NCCL fail instead.
 
-    For all other ports, the result is empty.
+    In all other cases, the result is empty.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}
@@ -34,7 +35,7 @@ def nccl_variables(port: Port) -> dict[str, str]:
 
 
 def flight_recorder(traces: str) -> dict[str, str]:
-    """Return variables with which torch records NCCL's latest calls, and writes them to files after a time-out.
+    """Return environment variables that make torch record NCCL's latest calls, and save them after a time-out.
 
     The path of each rank's file is ``traces`` followed by the rank's number; ``python -m
     torch.distributed.flight_recorder.fr_trace`` reads the files (torch docs, torch_nccl_environment_variables).

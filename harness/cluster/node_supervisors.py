@@ -92,8 +92,8 @@ class Nodes:
                 if code.get(name) != codes[0].get(name):
                     difference = f"{name} {code.get(name)}, not {codes[0].get(name)}"
                     raise Refusal(
-                        f"node {number} has other code of zeropp-bench than node 0 ({difference}): install the same "
-                        "code on both"
+                        f"node {number} runs other code of zeropp-bench than node 0 ({difference}): install the same "
+                        "code on both nodes"
                     )
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
@@ -142,7 +142,10 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Tell the other supervisors to end; if all nodes have met, wait up to 5 s until each of them has confirmed."""
+        """Tell the other supervisors to end, and wait up to 5 s until each of them has confirmed.
+
+        If not all nodes have met yet, this method does not wait.
+        """
         with contextlib.suppress(ChannelError):
             if not self.together:
                 self.channel.post("session", {"status": self.status})
@@ -162,9 +165,9 @@ class Nodes:
     ) -> dict[int, Answer]:
         """Collect the answers of ``nodes`` to command ``number``, for at most ``seconds``, and return them by node.
 
-        Nodes that have not answered by then are left out.  A node that is lost gets an answer too: a failure of kind
-        ``lost``.  Waiting ends early when all nodes have answered.  With ``cause``, it also ends as soon as a node
-        reports a failure that is not the effect of another failure.
+        Waiting ends early when all nodes have answered.  For a lost node, the result has a failure of kind ``lost`` as
+        its answer.  With ``cause``, waiting also ends as soon as a node is lost, or reports a failure that is not the
+        effect of another failure.  Nodes that are not lost and have not answered are left out.
         """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
@@ -232,7 +235,7 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Run the commands that the supervisor of node 0 posts on the ranks of this node, until the run ends.
+    """Run, on the ranks of this node, the commands that the supervisor of node 0 posts, until the run ends.
 
     If ``place.waits`` is true, another process supervises this node, and this process only waits.
 
@@ -240,8 +243,8 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
         place: This process's node, and where the supervisors meet.
         works: The functions that commands may name, by name.
         facts: Facts about this node's machine, code and software.
-        admit: Called with a command's argument and how ranks are started.  Checks both, and returns the argument to
-            use.
+        admit: Function that is called with a command's argument and its :class:`Launch` (how ranks are started) before
+            the command runs.  It returns the argument to use, or raises a Refusal if the command must not run.
 
     Returns:
         The exit status that the leading supervisor posts.

@@ -31,7 +31,7 @@ class Port:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which it would send to ``host``.  Nothing is sent.
+    """Return the address of this machine from which it would send to ``host``; no message is sent.
 
     Raises:
         Refusal: If there is no route to the host.

@@ -1,7 +1,7 @@
 """Describes one rank to the code that runs on it: its number, its node's link, and how it reports progress.
 
-This module can also make a GPU the rank's own, and lift the link's rate for messages that are not timed.  Importing it
-does not import torch.
+It also chooses the rank's GPU (:func:`take_gpu`), and suspends the rate limit of the link while messages are sent that
+are not timed (:func:`lift_rate`).  Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Rank:
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Lift the link's rate while the body of ``with`` runs, so that messages in it are not slowed down.
+        """Suspend the rate limit of the link while the body of ``with`` runs, so that its messages are not slowed down.
 
         All ranks must call this method.  It does nothing if the link has no rate, or if hosts limit their own
         interfaces (link ``shaped``).
@@ -126,10 +126,10 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
 
 @contextlib.contextmanager
 def lift_rate(control: str) -> Iterator[None]:
-    """Lift the link's rate while the body of ``with`` runs.
+    """Suspend the rate limit of the link while the body of ``with`` runs.
 
-    The rate is lifted by the process that limits it, the keeper, which listens at the Unix-domain socket ``control``.
-    The keeper restores the rate afterwards, even if this process dies in the body.
+    The process that limits the rate, called the keeper, listens at the Unix-domain socket ``control``.  On request, it
+    suspends the limit.  It restores the limit after the body, even if this process dies in the body.
     """
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)

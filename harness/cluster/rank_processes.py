@@ -356,7 +356,7 @@ def _watch(
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """Write the ends of all ranks' logs to the file ``launch.log``, in which equal logs appear only once.
+    """Write the last part of each rank's log to the file ``launch.log``; equal parts are written only once.
 
     Returns:
         The file; None if it cannot be written.
@@ -439,9 +439,10 @@ def _traces(launch: Launch) -> str:
 
 
 def _write_nccl_trace(launch: Launch, number: int) -> None:
-    """Write NCCL's latest calls of this rank into a file.
+    """Write the latest NCCL calls of rank ``number`` into the rank's trace file.
 
-    torch would write the same file when NCCL times out, but that is later than our time-out.
+    torch writes the same file when NCCL times out, but our own time-out comes before that.  Without NCCL, this function
+    does nothing.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -450,9 +451,9 @@ def _write_nccl_trace(launch: Launch, number: int) -> None:
 
 
 def _limit_nccl(launch: Launch) -> None:
-    """Give the default process group the NCCL time-out that the process groups of a trial's wire will have.
+    """Give the default process group the same NCCL time-out as the process groups through which our engine will send.
 
-    The wire is the module through which our engine sends.
+    With other backends than NCCL, this function does nothing.
     """
     if launch.backend != BACKENDS["nccl"]:
         return

@@ -76,7 +76,7 @@ def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Call
                     output.seek(0)
                     lines = output.read().decode(errors="replace").strip().splitlines()
                     raise Refusal(
-                        f"host {host}: its supervisor ended with status {process.returncode}: "
+                        f"host {host}: the supervisor that ssh started there ended with status {process.returncode}: "
                         f"{lines[-1] if lines else 'without output'}"
                     )
 

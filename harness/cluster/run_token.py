@@ -72,8 +72,8 @@ class Seal:
 def of_session(token: str, nonces: list[str]) -> Seal:
     """Return the seal of one session, whose secret is made from the run's token and from the supervisors' ``nonces``.
 
-    A session is one run of all supervisors, and a nonce is a random text of one supervisor.  The seal cannot open
-    messages of sessions with other nonces, even if these have the same token.
+    A session is one run of all supervisors.  Each supervisor draws its nonce, a random text, anew in each session.  The
+    seal therefore cannot open messages of another session, even one with the same token.
     """
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 

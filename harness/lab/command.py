@@ -47,7 +47,7 @@ def snapshot(
     trial = load(file).trial_by_prefix(identity)
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
     if path.exists() and not path.is_file():
-        raise Refusal(f"--out {path}: this is no file; name the file to write")
+        raise Refusal(f"--out {path}: exists, but is not a regular file; name the file to write")
     if not path.absolute().parent.is_dir():
         raise Refusal(
             f"--out {path}: there is no folder {path.absolute().parent}; make it, or name another file"

@@ -123,10 +123,10 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
         - ``exact``, ``decoded`` and ``error``: the sums of squares of the exact values, of the decoded values, and of
           their differences;
         - ``product``: the sum of the products of exact and decoded values;
-        - ``elements``: the number of elements of the unit, without padding;
-        - ``bytes``: bytes of the encoded unit.  For gradients, these are the bytes that one sender sends in the last
-          hop.  The sender is a rank if all ranks share a node, and otherwise a node, with the bytes of all its ranks
-          together;
+        - ``elements``: the number of elements of the unit's tensor, without the zeros that are appended for the codec;
+        - ``bytes``: bytes of the encoded unit.  For gradients on one node, these are the bytes that one rank sends.
+          For gradients on several nodes, these are the bytes that all ranks of one node together send in the second
+          hop;
         - ``seconds``: how long encoding and decoding took, for all ranks and hops together.
     """
     torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
@@ -222,9 +222,10 @@ def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
     one node.  A stochastic codec's random bits depend on ``number`` and the hop.
 
     Returns:
-        (mean, bytes, seconds).  ``mean`` (parts, S) is the decoded mean, where parts is the number of ranks.  ``bytes``
-        are those that one rank sends if there is one hop, and those that all ranks of a node send in the second hop if
-        there are two.  ``seconds`` is the time of encoding and decoding, in all hops.
+        - mean: (parts, S) the decoded mean, where parts is the number of ranks;
+        - bytes: with one hop, the bytes that one rank sends; with two hops, the bytes that all ranks of a node together
+          send in the second hop;
+        - seconds: the time of encoding and decoding, in all hops.
     """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
@@ -250,11 +251,11 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 
 
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
-    """Yield lines of text that say which codecs are best if elements may take at most ``bits`` on average.
+    """Yield lines of text that say which codecs are best if an element may take at most ``bits`` bits on average.
 
-    For each kind of values there is one line, followed by a line for each unit.  The first line compares two errors:
-    the error if each unit has its own codec (:func:`choose_codecs`), and the error if all units have the best single
-    codec.  The next lines name the codec that was chosen for each unit.
+    There are several lines for each kind of values.  The first line compares two errors: the error if a codec is chosen
+    for each unit (:func:`choose_codecs`), and the error of the best single codec for all units.  Then there is a line
+    for each unit, which names the codec that was chosen for it.
     """
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
@@ -308,13 +309,12 @@ class Agreement(NamedTuple):
 
 
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
-    """Return how well the errors of codecs predict the losses of training with them: a rank correlation over codecs.
+    """Return the rank correlation between the errors of codecs on gradients and the losses of training with them.
 
-    The errors are those of gradients, and the losses are the validation losses of a suite's records.  Only records
-    whose gradients have the same codec in both hops are used.  Two records are comparable if they have the same
-    strategy, the same link rate and the same changes of the policy, except for this codec.  Of all sets of comparable
-    records, the set with the most codecs is used.  The confidence interval comes from 2000 bootstrap samples of the
-    seeds.
+    The losses are the last validation losses in a suite's records.  Only records whose gradients have the same codec in
+    both hops are used.  Two records are comparable if they have the same strategy, the same link rate and the same
+    changes of the policy, except for this codec.  Of all sets of comparable records, the set with the most codecs is
+    used.  The confidence interval comes from 2000 bootstrap samples of the seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.
@@ -338,9 +338,9 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     count, seeds = table.shape
     if count < _FEWEST or not seeds:
         raise Refusal(
-            f"--losses {results}: a rank correlation needs at least {_FEWEST} of the measured codecs, and a seed that "
-            f"all of them have; these results have {count} of the codecs and {seeds} such seeds: give results of "
-            "more codecs or seeds, or leave --losses out"
+            f"--losses {results}: a rank correlation needs at least {_FEWEST} of the measured codecs, and a seed with "
+            f"losses for all of them, but these results have {count} of the codecs and {seeds} such seeds: give "
+            "results of more codecs or seeds, or leave --losses out"
         )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [

@@ -52,12 +52,13 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
         )
     if trial.workload != "train":
         raise Refusal(
-            f"workload = {trial.workload!r}: zeropp snapshot needs a trial that trains: name one of workload 'train'"
+            f"workload = {trial.workload!r}: zeropp snapshot needs a trial that trains; name a trial with workload = "
+            "'train'"
         )
     if family_of(trial.strategy) == DEEPSPEED:
         raise Refusal(
-            f"strategy = {trial.strategy!r} trains with DeepSpeed's optimizer, which cannot run here; name a trial "
-            "with another strategy"
+            f"strategy = {trial.strategy!r} trains with DeepSpeed's optimizer, which zeropp snapshot cannot run; name "
+            "a trial with another strategy"
         )
     from safetensors import SafetensorError
     from safetensors.torch import save_file

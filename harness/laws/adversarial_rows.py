@@ -126,11 +126,12 @@ def long_row(block: Block, numel: int) -> Tensor:
 def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
     """Return the cases on which a claim is always tried, before cases are drawn.
 
-    These are simple rows, rows of ties of several number formats, and a row whose blocks have three scales.  A tie is
-    the middle between two neighbouring values that the codec can represent.  For a built-in codec with blocks, rows of
-    ties and of the floats next to them (:func:`~harness.laws.rounding_edges.edge_rows`) are added if the claim is
-    ``BITS``, or if the subject is the reference.  If ``elements`` is above :data:`LONGEST`, rows of ``elements``
-    elements are added at the end.
+    - There are simple rows, and a row whose blocks have three different scales.
+    - There are rows of ties for several number formats.  A tie is the middle between two neighbouring values that the
+      format can represent.
+    - For a built-in codec with blocks, there are also rows of this codec's own ties and of the floats next to them
+      (:func:`~harness.laws.rounding_edges.edge_rows`), if the claim is ``BITS`` or the subject is the reference.
+    - If ``elements`` is above :data:`LONGEST`, rows of ``elements`` elements come last.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
@@ -200,9 +201,9 @@ def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
     """Make the row of ``case`` as small as possible, and return the violation on the smallest row found.
 
     ``case`` breaks the claim.  As in delta debugging (Zeller and Hildebrandt 2002), ever smaller ranges of elements are
-    removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED` attempts.  An
-    element's random bits depend on its place in the row.  If the beginning of the row is removed, the bits are shifted
-    too, so that the remaining elements keep theirs.
+    removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED` attempts.  The
+    random bits of a stochastic codec depend on the position of an element in the row.  If elements at the beginning of
+    the row are removed, positions are counted from the old beginning, so that all other elements keep their bits.
 
     If ``case`` no longer breaks the claim, the returned violation says that the codec is not deterministic.
     """

@@ -284,7 +284,7 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
         backends: Backends that the user named; if empty, all backends.
 
     Raises:
-        Refusal: If this machine lacks a backend that the user named.  Also if the user named a backend, but all named
+        Refusal: If this machine lacks a backend that the user named, or if the user named a backend although all named
             codecs are user codecs, which have no backends.
     """
     from harness.laws import subject
@@ -296,8 +296,8 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
     codecs: list[Codec] = [codec for codec in named if not isinstance(codec, Subject)]
     if backends and not codecs:
         raise Refusal(
-            f"--backend {backends[0]} does not apply to {users[0].name}, which brings its own code: leave "
-            "--backend out"
+            f"--backend {backends[0]} does not apply to {users[0].name}, which brings its own code and has no "
+            "backends: leave --backend out"
         )
     candidates = backends or (subject.BACKENDS if codecs else ())
     reasons = {name: reason for name in candidates if (reason := subject.why_missing(name)) is not None}

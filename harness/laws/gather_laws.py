@@ -65,9 +65,9 @@ Calls = Sequence[tuple[int, GatherInfo]]
 
 
 def training(steps: int) -> Calls:
-    """Return (step, :class:`GatherInfo`) for each gather of ``steps`` training steps.
+    """Return the gathers of ``steps`` training steps: in each step, one for forward and one for backward.
 
-    Each step has one gather for forward and one gather for backward.
+    A gather is (step, :class:`GatherInfo`): the step whose weights are gathered, and what the user's method is told.
     """
     calls = list[tuple[int, GatherInfo]]()
     for step in range(steps):
@@ -77,11 +77,10 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return the calls of ``times`` forward gathers, which all gather the same weights: those of step 0.
+    """Return ``times`` forward gathers of the same weights, as if an optimizer had stepped between them.
 
-    A call is (0, :class:`GatherInfo`).  Although the weights are the same, each GatherInfo says that the weights have
-    changed since the previous gather: by loading before the first gather (``loaded``), and by an optimizer step before
-    every later gather (``stepped``).
+    A gather is (0, :class:`GatherInfo`): the weights are always those of step 0.  The first GatherInfo says that the
+    weights have been loaded.  Each later one says that an optimizer has stepped, although the weights have not changed.
     """
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 
@@ -97,8 +96,8 @@ def _gather(gather: OwnGather, case: Case, geometry: UnitGeometry, call: tuple[i
 def _wholes(own: OwnMethod, case: Case, calls: Calls, *, resumed: int | None = None) -> list[list[Tensor]]:
     """Make the gathers ``calls`` on all ranks, and return for each rank the gathered weights (P,) of each call.
 
-    With ``resumed``, a new object of the method takes the old object's place before call number ``resumed``, counted
-    from 0, and loads the old object's state.
+    With ``resumed``, the user's method is resumed as from a checkpoint: before call number ``resumed``, counted from 0,
+    a new object of the user's class replaces the old object, and loads its state.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
 

@@ -149,9 +149,9 @@ class _Trip:
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a Violation if any of ``broken`` (S,) is true.
+        """Raise a Violation if the boolean tensor ``broken`` (S,) is true for any element of the row.
 
-        The text of the Violation is ``message(i)``, where i is the index of the first element that is true.
+        The text of the Violation is ``message(i)``, where i is the index of the first such element.
         """
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
@@ -183,8 +183,8 @@ def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") 
 def _bound(subject: Subject, case: Case) -> None:
     """Check that each decoded element differs from the row's element by at most the declared error bound.
 
-    Elements whose bound is infinite are not checked, such as all elements of a block with a NaN.  Elements that are too
-    large for one of the types are clamped first.
+    An element whose bound is infinite is not checked; a NaN, for example, makes the bound of its whole block infinite.
+    Before encoding, the row is clamped to magnitudes that all element types of the round trip can represent.
     """
     x = _representable(subject, case)
     trip, allowed = _round_trip(subject, x, case.noise, case.out), _bounds(subject, x, case.out)
@@ -201,7 +201,8 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
     All elements of a block have the same bound.  It is infinite if the block has an element that is not finite.
 
     Raises:
-        Violation: If a bound is NaN, or is infinite although no magnitude in the block exceeds ``_MODERATE``.
+        Violation: If the codec declares a bound that is NaN or minus infinity, or an infinite bound for a block whose
+            magnitudes are all at most ``_MODERATE``.
     """
     rotated = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     lows, highs = blocks_of(rotated, subject.promises.block).aminmax(dim=1)
@@ -219,7 +220,10 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
 
 
 def _zero(subject: Subject, case: Case) -> None:
-    """Check that blocks of zeros of either sign decode to zeros, next to blocks with other elements."""
+    """Check that a block of zeros decodes to zeros, also next to blocks with other elements.
+
+    Every other block of the row, from the first on, is replaced with zeros, which keep the signs of the elements.
+    """
     x = case.x.clone()
     blocks = len(blocks_of(x, subject.promises.block))
     zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.promises.block, x.numel())
@@ -251,10 +255,12 @@ def _sign(subject: Subject, case: Case) -> None:
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
-    """Check that 2^k times a row decodes to 2^k times the elements that the row decodes to; k is the case's ``power``.
+    """Check that scaling a row by a power of two scales its decoded elements by the same power.
 
-    The row is first scaled, so that its largest magnitude lies between 1/2 and 1.  Magnitudes below 2^-30 then become
-    0, so that all numbers stay normal in fp32.  For a cast to fp16, magnitudes below 2^-6 become 0.
+    The factor is 2^k, where k is the case's ``power``.  Before the check, the row is normalised: NaN and infinities are
+    set to 0, the largest magnitude is brought between 1/2 and 1, and magnitudes below 2^-30 are set to 0.  All numbers
+    then stay normal in fp32.  If the codec is a cast to fp16, magnitudes below 2^-6 are set to 0, and k is clamped to
+    -6 to 6.
     """
     exponents = _FP16_EXPONENTS if subject.codec == Raw("fp16") else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
@@ -289,15 +295,15 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 def _unbiased(subject: Subject, case: Case) -> None:
     """Check that stochastic rounding is unbiased: on average, an element decodes to itself.
 
-    The row is encoded N = ``DRAWS`` times, each time with other random bits, and each element's decoded values are
-    averaged.  Only the first S elements of the row are checked, at most ``DRAWN``.  With b the declared error bound and
-    V the sample variance of an element's decoded values, the mean may differ from the element by the sum of three
-    terms:
+    The first :data:`DRAWN` elements of the row are checked; S is their number, which is smaller for a short row.  They
+    are encoded N = :data:`DRAWS` times with different random bits, and the N decoded values of each element are
+    averaged.  Let b be the element's declared error bound, and V the sample variance of its decoded values.  The
+    average may differ from the element by the sum of three terms:
 
-    - ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` with ``L = ln(4 S / FALSE_ALARM)``, the empirical Bernstein bound
-      (Maurer and Pontil 2009, theorem 4, two-sided);
-    - ``2^-12 b``, since an element gets only 16 random bits, and a rotation rounds;
-    - ``2^-22`` of the block's largest magnitude.
+    - ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` with ``L = ln(4 S / FALSE_ALARM)``.  This is the empirical Bernstein
+      bound (Maurer and Pontil 2009, theorem 4, two-sided), the part that chance explains.
+    - ``2^-12 b``, because an element gets only 16 random bits, and the Hadamard rotation of some codecs rounds.
+    - ``2^-22`` times the largest magnitude in the element's block.
 
     This check is fine enough to find a bias of 0.1 quantisation steps.
     """
@@ -324,11 +330,14 @@ def _unbiased(subject: Subject, case: Case) -> None:
 
 
 def _frame(subject: Subject, case: Case) -> None:
-    """Check that a codec writes all of its output and nothing else, and that decoding depends on the frame alone.
+    """Check that a codec writes exactly its output, and decodes from nothing but the frame (the encoded row).
 
-    Two round trips run in buffers that are filled with different garbage, and that have guards at both ends.  The
-    output must not depend on the garbage, and the guards and the input must not change.  Finally the first frame is
-    decoded once more, after another row was encoded, and must give the same elements.
+    The row is encoded and decoded twice, in output buffers filled with different garbage.  Both runs must give the same
+    frame and the same elements.  Encoding must not change the row, decoding must not change the frame, and neither may
+    write the guard elements that lie before and after each output buffer.
+
+    Then another row is encoded, and the first frame is decoded again.  It must give the same elements as before, since
+    a codec that keeps state between calls would give others.
     """
     x, numel = case.x, case.x.numel()
     size, trips = subject.frame_bytes(numel), []
@@ -361,21 +370,31 @@ def _frame(subject: Subject, case: Case) -> None:
 
 
 def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
-    """Raise a Violation if a guard at either end of ``buffer`` no longer holds the value ``held``."""
+    """Raise a Violation if the codec wrote beyond its output, into the guards at both ends of ``buffer``.
+
+    Args:
+        buffer: The output buffer, with ``_GUARD`` further elements before and after the output.
+        held: The value that the guards were filled with.
+        name: Names the guards in the message, such as ``bytes beyond the frame's 64``.
+        trip: The round trip, for the Violation.
+    """
     guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
     if not bool(_same(guards, torch.full_like(guards, held)).all()):
-        raise Violation(f"{name} were written, which the codec must leave as they are", trip.x, trip.frame)
+        raise Violation(f"{name} were written: write only inside the output buffer", trip.x, trip.frame)
 
 
 def _bits(subject: Subject, case: Case) -> None:
-    """Check that frames and decoded elements equal the reference's bit by bit; two decoded NaN count as equal."""
+    """Check that the frame and the decoded elements have the same bits as those of the reference implementation.
+
+    Two decoded NaN count as equal, whatever their bits.
+    """
     codec = subject.codec
     assert codec is not None  # noqa: S101  # only subjects with a codec have this claim
     numel = case.x.numel()
     size, expected = subject.frame_bytes(numel), codec.frame_bytes(numel)
     if size != expected:
         raise Violation(
-            f"a frame of {numel} elements has {size} bytes, and the reference's frame has {expected}", case.x
+            f"a frame of {numel} elements has {size} bytes, but the reference's frame has {expected}", case.x
         )
     trip = _round_trip(subject, case.x, case.noise, case.out)
     wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
@@ -411,10 +430,10 @@ def _local(subject: Subject, case: Case) -> None:
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
-    """Encode five variants of the case's row, and return their frames (5, F), for checks of sums of frames.
+    """Return the frames (5, F) uint8 of five variants of the case's row, for the checks that add up frames.
 
-    These are the row itself, the reversed row, -0.5 times the row, the row rotated by one element, and 0.125 times the
-    row.
+    The variants are the row itself, the reversed row, -0.5 times the row, the row cyclically shifted by one element,
+    and 0.125 times the row.
     """
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
@@ -422,7 +441,10 @@ def _sources(subject: Subject, case: Case) -> Tensor:
 
 
 def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
-    """Decode frames one by one and add them in ascending order; returns (S,) fp32 on the subject's device."""
+    """Decode ``frames`` (n, F) one by one, and return the sum of their elements, added in the order of the frames.
+
+    Each frame decodes to S = ``numel`` elements.  The sum is (S,) fp32 on the subject's device.
+    """
     terms = torch.full((len(frames), numel), math.nan, device=subject.device)
     for frame, term in zip(frames, terms, strict=True):
         subject.decode(frame, term)
@@ -490,9 +512,10 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 
 def _representable(subject: Subject, case: Case) -> Tensor:
-    """Return the case's row, clamped to magnitudes that all element types of a round trip can represent.
+    """Return the case's row, clamped to the range that every element type of its round trip can represent.
 
-    These types are the row's type, the type to decode to and, if the codec is a cast, the type that it casts to.
+    A round trip has up to three types: the type of the row, the type to decode to and, if the codec is a cast, the type
+    that the codec casts to.
     """
     types = {case.out, NAMES[case.x.dtype]}
     types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
@@ -508,8 +531,9 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _one_nan(subject: Subject, frame: Tensor) -> Tensor:
-    """Replace every NaN in the frame of a cast with the same NaN, since a cast may keep any bit pattern of a NaN.
+    """Return a frame in which all NaN have the same bits, so that two frames can be compared byte by byte.
 
+    Only frames of casts (fp32, bf16 and fp16) are changed, since a NaN in them may have any of a NaN's bit patterns.
     Frames of other codecs are returned as they are.
     """
     if not isinstance(subject.codec, Raw):

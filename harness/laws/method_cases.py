@@ -1,6 +1,8 @@
-"""Draws the cases (ranks, units and values) on which laws of users' own methods are tried, and runs ranks as threads.
+"""Draws random test cases for users' own reductions and gathers, and runs the ranks of a case as threads.
 
-A unit is a set of parameters that are gathered or reduced together.
+A case has a number of ranks, a unit and the values of its gradients or weights.  A unit is a set of parameters that are
+gathered or reduced together.  The properties that are tested on the cases are in :mod:`harness.laws.method_laws` and
+:mod:`harness.laws.gather_laws`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Shared = Literal["all", "node", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The ranks, the unit and the unit's gradients or weights on which a duty or law of a method is tried."""
+    """A test case for a user's reduction or gather: the ranks, one unit, and the unit's gradients or weights."""
 
     topology: Topology
     shapes: tuple[tuple[int, ...], ...]  # shape of each of the unit's parameters
@@ -88,10 +90,7 @@ _shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 
 def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
-    """Return a Hypothesis strategy that draws cases.
-
-    ``computes`` are the types from which the type of gathered weights is drawn.
-    """
+    """Return a Hypothesis strategy that draws cases; the type of gathered weights is drawn from ``computes``."""
     return st.builds(
         Case,
         topology=_topologies,
@@ -132,12 +131,16 @@ def check_same(
 ) -> None:
     """Raise a Violation if ``found`` and ``expected`` differ; the message names the first element that differs.
 
+    A message begins, for example: ``on rank 1, element 4 of the mean of step 0 is 0.5 after later reductions, but 0.25
+    before them``.  In it, ``the mean of step`` is ``noun``, ``after later reductions`` is ``what``, and ``before them``
+    is ``instead``.
+
     Args:
-        found: For each rank, the tensors of all steps or gathers.
+        found: For each rank, one tensor for each step or gather.
         expected: For each rank, the tensors that ``found`` must equal.
-        what: Says in the message how ``found`` was computed, such as ``after later reductions``.
-        instead: Says in the message how ``expected`` was computed, such as ``before them``.
-        noun: Names a tensor in the message, such as ``the mean of step``; the number of the step or gather follows.
+        what: How ``found`` was computed.
+        instead: How ``expected`` was computed.
+        noun: What a tensor is; the index of its step or gather is appended.
     """
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for step, (result, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -154,12 +157,12 @@ Row = tuple[Mapping[LedgerKey, Sent], Mapping[LedgerKey, Sent]]
 
 
 def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
-    """Raise a Violation if a rank has sent other bytes or messages than the method's ``bytes()`` declares.
+    """Raise a Violation if a rank did not send the bytes and messages that the method's ``bytes()`` declares.
 
     Args:
-        ranks: For each rank, (bytes and messages that the rank's ledger counted, bytes and messages as declared).
-        purpose: Kind of the messages that are compared: ``weights`` or ``gradients``.
-        what: Names in the message the calls that sent the messages, such as ``2 reductions``.
+        ranks: For each rank, the pair (bytes and messages that the rank counted, bytes and messages as declared).
+        purpose: Which messages to compare: ``weights`` or ``gradients``.
+        what: The calls that sent the messages, such as ``2 reductions``; used in the error's text.
     """
     for rank, (sent, declared) in enumerate(ranks):
         for key in sent.keys() | declared.keys():

@@ -1,9 +1,9 @@
-"""Tries the laws of a user's own reduction on ranks that are threads, with random topologies and gradients.
+"""Tests a user's own gradient reduction, on random topologies and gradients, with ranks that run as threads.
 
-Every method that reduces has the duties of :class:`MethodDuty`, and may promise laws of
-:class:`~impl.policy.own_method.MethodLaw` as well.  A *claim* is a duty or a promised law.  Each claim is tried by real
-reductions, with the engine's units, wire and ledger.  The claims of a method that gathers weights are tried by
-:mod:`harness.laws.gather_laws`.
+A *duty* is a property that every reduction must have (:class:`MethodDuty`).  A *law* is a property that a reduction may
+promise in addition (:class:`~impl.policy.own_method.MethodLaw`).  A *claim* is a duty, or a law that was promised.  To
+test a claim, the engine's own code runs the user's reduction and counts its messages.  The claims of a user's gather of
+weights are tested by :mod:`harness.laws.gather_laws`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
 
 def claims_of(own: OwnMethod) -> list[Claim]:
-    """Return the duties of a method that reduces or gathers, and the laws that it promises.
+    """Return all claims to test for a user's method: its duties, then the laws that it promises.
 
     The duty ``BYTES`` is left out if the method has no ``bytes()``.
     """
@@ -160,8 +160,8 @@ def _means(
         case: The ranks, the unit and the gradients.
         steps: Number of steps.
         advances: Number of calls of ``advance()`` in each reduction; None for the case's number.
-        resumed: Before this step, counted from 0, a new object of the method takes the old object's place, and loads
-            the old object's state.  None to keep the object.
+        resumed: Index of a step (from 0) before which training is resumed: the method's object is replaced by a new
+            object, which loads the old object's state.  None to keep the same object in all steps.
     """
     geometry = case.geometry()
 
@@ -287,11 +287,12 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 
 
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
-    """Check that all ranks find the same mean, bit by bit.
+    """Check that all ranks compute the same mean, bit by bit.
 
-    Usually a rank keeps only its shard of the mean, so that ranks have nothing to compare.  The gradients are therefore
-    reduced once more with the whole mean kept on each rank.  The shard of each rank must equal the same elements of its
-    own whole mean, and of the whole mean of rank 0.
+    In a usual reduction each rank keeps only its own shard of the mean, so that no two ranks have an element in common.
+    The same gradients are therefore reduced a second time, in a layout in which every rank keeps the whole mean.  Each
+    rank's shard from the first reduction must equal the same elements of two tensors from the second: the whole mean of
+    rank 0, and the whole mean of this rank.
     """
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):
@@ -307,7 +308,7 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
                         at = int((mean[low:high] != theirs).nonzero()[0])
                         raise Violation(
                             f"in step {step}, rank {rank} finds {mean[low + at]:.9g} for element {start + low + at} of "
-                            f"the unit, and {otherwise.format(f'{theirs[at]:.9g}')}"
+                            f"the unit, but {otherwise.format(f'{theirs[at]:.9g}')}"
                         )
 
 
@@ -336,14 +337,14 @@ def _bound(own: OwnMethod, case: Case) -> None:
 
 
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
-    """Check that the first mean that a new object of the method returns is near the exact mean of the gradients.
+    """Check that the mean of a method's first reduction is close to the exact mean of the gradients.
 
-    An element's error may be at most ``bound_of(unit) * m``, apart from rounding in fp32.  For ``m``, the largest
-    magnitude in each rank's gradient is taken, and averaged over ranks.  If the gradients of two ranks reach 1 and 3,
-    ``m`` is 2.
+    Each element may be wrong by ``bound_of(unit) * m``, and in addition by what rounding in fp32 explains.  ``m`` is
+    the mean over ranks of the largest magnitude in the rank's gradient.  For example, if the largest magnitudes of two
+    ranks are 1 and 3, ``m`` is 2.
 
-    With ``per_piece``, ``m`` is computed for each piece of the gradients instead.  The gradients (P,) are cut into as
-    many equal pieces as there are ranks, since each rank reduces one piece.
+    With ``per_piece``, the gradients (P,) are cut into as many equal pieces as there are ranks, and ``m`` is computed
+    for each piece separately, because each rank reduces one piece.
     """
     geometry = case.geometry()
     exact, world = case.mean(geometry, 0), case.topology.world
@@ -359,8 +360,8 @@ def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float],
             if bool((wrong := error > allowed[low:high]).any()):
                 at = low + int(wrong.nonzero()[0])
                 raise Violation(
-                    f"on rank {rank}, element {at} of the shard is {mean[at]:.9g}, and the mean is "
-                    f"{exact[start + at]:.9g}: they differ by more than {allowed[at]:.3g}"
+                    f"on rank {rank}, element {at} of the shard is {mean[at]:.9g}, but the exact mean is "
+                    f"{exact[start + at]:.9g}: the promised error is at most {allowed[at]:.3g}"
                 )
 
 

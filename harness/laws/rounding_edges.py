@@ -1,9 +1,9 @@
-"""Makes rows of elements at which a codec's rounding is likely to go wrong, to check kernels against the reference.
+"""Makes rows whose elements are hard to round, to check a codec's kernels against the reference.
 
-Rounding goes wrong at the tie between two adjacent levels (quotients of element and scale that have a code), and at the
-floats next to the tie.  Such rows find kernels that multiply by a reciprocal where the specification divides.  If the
-scale is a power of two, multiplying and dividing give the same codes.  Most rows therefore have other scales, at which
-some codes differ.
+A codec divides each element by its block's scale, and rounds the quotient to the nearest *level* (a quotient that has a
+code).  The hard elements are those at the tie, halfway between two adjacent levels, and the floats next to the tie.  A
+kernel that multiplies by the reciprocal of the scale, instead of dividing, gets some of these elements wrong.  It gets
+none wrong if the scale is a power of two, so most rows have other scales.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class Span(NamedTuple):
 
 
 def levels(codec: Blocked) -> Tensor:
-    """Return (levels,) fp64: all quotients ``x / scale`` that have a code, zero included, in ascending order."""
+    """Return a codec's levels in ascending order: (levels,) fp64.
+
+    The levels are the values of ``x / scale`` that the codec can represent exactly.  For an asymmetric codec, they are
+    the values of ``(x - low) / scale``, where ``low`` is the block's smallest element.  Zero is always a level.
+    """
     if not isinstance(codec, FloatCodec):
         top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
@@ -48,15 +52,16 @@ def levels(codec: Blocked) -> Tensor:
 
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
-    """Yield rows (S,) of type ``kind`` whose elements lie at the codec's rounding edges; S is below 2400.
+    """Yield rows (S,) of type ``kind`` whose elements lie where the codec's rounding changes; S is below 2400.
 
-    There is one row for each span of :func:`spans`.  A span is a block's smallest and largest element, which determine
-    the block's scale.  The row has three edges for each two adjacent levels: the tie between them, the next float
-    towards zero, and the next float away from zero.  Before each edge, the row repeats the two extremes, so that every
-    block of the row has the span's scale.
+    There is one row for each scale in :func:`spans`.  For each two adjacent levels, the row has three elements: the
+    tie between the levels, the next float towards zero, and the next float away from zero.  Before each of these
+    elements, the row repeats the extremes that determine the scale, so that every block of the row gets this scale.
+    The extremes are the smallest and the largest element or, for a symmetric codec, only the largest.
 
-    For a stochastic codec, the value at which the random bits ``noise`` change the rounding takes the place of the tie.
-    For a codec with a rotation, rows are rotated beforehand, so that the codec's rotation restores the edges.
+    For a stochastic codec, the tie is replaced by the value at which the random bits ``noise`` change the rounding.
+    For a codec with a Hadamard rotation, the inverse rotation is applied to the row, so that the codec quantises these
+    elements.  A row that is not finite after this rotation is left out.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -67,11 +72,12 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Return the spans for which :func:`edge_rows` makes rows: extremes of a block with the scale that they determine.
+    """Return the scales for which :func:`edge_rows` makes rows, each with the block's extremes that lead to the scale.
 
-    For a symmetric codec, there is one span for each scale in ``_SCALES``.  For an asymmetric codec, there is one span
-    for each of these scales with each offset in ``_OFFSETS``.  Two more spans follow: the first has the smallest normal
-    number of ``kind`` as its scale, the second has the largest number of ``kind`` as its largest element.
+    - A symmetric codec has one entry for each scale in ``_SCALES``.
+    - An asymmetric codec has one entry for each pair of a scale in ``_SCALES`` and an offset in ``_OFFSETS``.
+    - Every codec has two more entries: one whose scale is the smallest normal number of type ``kind``, and one whose
+      largest element is the largest number of type ``kind``.
     """
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
@@ -88,9 +94,9 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
 
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
-    """Return the row of :func:`edge_rows` for one span, before any rotation.
+    """Return the row that :func:`edge_rows` makes for one scale, before any rotation.
 
-    Edges beyond the span's extremes are clamped to them, since larger elements would change the scale.
+    Elements beyond the extremes of ``span`` are clamped to the extremes, because they would change the scale.
     """
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     period, quotients = len(anchors) + 1, levels(codec).repeat_interleave(3)

@@ -1,4 +1,4 @@
-"""Settings with which Hypothesis searches for a case that breaks a claim."""
+"""Settings for Hypothesis, which searches for inputs on which a user's codec or method breaks a property."""
 
 from typing import Final
 
@@ -12,8 +12,8 @@ FEWER: Final = 10
 def search_settings(examples: int, *, costly: bool) -> hypothesis.settings:
     """Return Hypothesis's settings for a search over ``examples`` cases.
 
-    For a ``costly`` claim, the search has a tenth as many cases, at least 2, and the case found is not shrunk, since
-    each attempt would take as long as a case.
+    With ``costly``, for a property whose every case takes long, the search tries ``examples`` / 10 cases, but at least
+    2.  It then does not shrink the failing case to a simpler one, because each attempt takes as long as a case.
     """
     return hypothesis.settings(
         max_examples=max(2, examples // FEWER) if costly else examples,

@@ -1,5 +1,6 @@
-"""Makes the subjects of checks, which are implementations of codecs: our codecs on a backend, and users' own codecs.
+"""Wraps each implementation of a codec in a :class:`Subject`, the object that :mod:`harness.laws.laws` checks.
 
+An implementation is one of our codecs on one backend (``reference``, ``cpu`` or ``cuda``), or a user's own codec.
 ``docs/reference/codecs.md`` describes how users write codecs.
 """
 
@@ -49,10 +50,14 @@ def why_missing(backend: str) -> str | None:
 
 
 def subject_of(codec: Codec, backend: str) -> Subject:
-    """Return a :class:`Subject`, an implementation to check, for one of our codecs or a published format on a backend.
+    """Return the implementation of ``codec`` on a backend, wrapped as a :class:`Subject` so that it can be checked.
+
+    Args:
+        codec: One of our codecs, or one of the published formats (:data:`~impl.codecs.codec.FORMATS`).
+        backend: ``reference``, ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: if this machine lacks the backend.
+        ValueError: If this machine lacks the backend.
     """
     operations = ops.operations_of(backend)
 
@@ -78,10 +83,13 @@ def subject_of(codec: Codec, backend: str) -> Subject:
 
 
 def read(text: str) -> Codec | Subject:
-    """Return the codec that ``text`` names or, for a user's codec ``module:object``, the subject of this codec.
+    """Parse the name of a codec, such as ``int8:2048``, or of a user's own codec, ``module:object``.
+
+    Returns:
+        Our codec or published format; for a user's own codec, a :class:`Subject` that wraps it.
 
     Raises:
-        Refusal: If the text names no codec.
+        Refusal: If the text names no codec, or if this machine lacks the device of a user's own codec.
     """
     try:
         codec = parse(text)
@@ -91,12 +99,12 @@ def read(text: str) -> Codec | Subject:
 
 
 def user_subject(codec: OwnCodec) -> Subject:
-    """Return a :class:`Subject`, an implementation to check, for a user's own codec.
+    """Wrap a user's own codec as a :class:`Subject`, so that it can be checked.
 
-    A frame of the subject is exactly the bytes that the user's code writes.
+    The subject's frame is exactly the bytes that the user's code writes for a row.
 
     Raises:
-        Refusal: if this machine lacks the device that the codec is written for.
+        Refusal: If this machine lacks the device that the codec is written for.
     """
     implementation, claimed = codec.definition, codec.claimed
     device = torch.device(implementation.tried_on)

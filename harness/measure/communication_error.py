@@ -1,9 +1,11 @@
 """Measures, in one step, how far communicated gradients and weights are from exact values, for each unit and each hop.
 
-Reduced gradients are compared with the fp64 mean of the ranks' fp32 gradients, which are exchanged outside of the wire
-for this purpose.  With local steps this is the mean over the ranks of one state group.  Gathered weights are compared
-with the fp32 masters of the rank that owns them; each rank checks the shard of the next rank.  Errors are kept as sums
-of squares, so that the errors of ranks and of units can be added up.
+- Reduced gradients are compared with the exact mean in fp64 of the ranks' fp32 gradients.  To compute it, ranks
+  exchange their gradients uncompressed, in messages that are not counted.  With local steps, gradients are averaged
+  only inside a state group (ranks that keep equal weights), and so is the exact mean.
+- Gathered weights are compared with the fp32 master weights.  Each rank compares one shard: that of the next rank.
+
+Errors are stored as sums of squares, so that they can be added up over ranks and units.
 """
 
 from __future__ import annotations
@@ -63,11 +65,11 @@ SumsByPlace = dict[Place, Sums]
 
 
 class ReductionObserver(Observer):
-    """Collects, during one rank's reductions, the errors of each hop, the local gradients and the mean gradients.
+    """Collects the errors of each hop, the local gradients and the mean gradients while this rank reduces gradients.
 
     Args:
-        unit: Name of the only unit to observe; None to observe all units.  With a name, each message of this unit is
-            compared byte by byte with the reference backend's encoding, and the errors of hops are not measured.
+        unit: None to observe all units.  With a unit's name, only this unit is observed, and its messages are compared
+            byte by byte with the reference backend's encoding; the errors of hops are then not measured.
     """
 
     def __init__(self, unit: str | None = None) -> None:
@@ -87,10 +89,10 @@ class ReductionObserver(Observer):
         self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """Add the errors of one message to ``hops``; if only one unit is observed, check the message's bytes.
+        """Add a message's error to the errors of its hop; if only one unit is observed, check the bytes instead.
 
         Args:
-            unit: Name of the unit whose gradients the message has.
+            unit: Name of the unit whose gradients are sent.
             hop: The hop of the reduction in which the message is sent.
             values: (..., n) exact values of the message.
             frames: (..., F) uint8, the encoded values; None if the values are sent without encoding.
@@ -161,20 +163,21 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
 def gradient_errors(
     step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
 ) -> SumsByPlace:
-    """Return this rank's sums of squared errors of reduced gradients, for each unit's reduction and each of its hops.
+    """Return the errors of this rank's reduced gradients: for each unit, those of the whole reduction and of each hop.
 
     All ranks must call this.
 
     Args:
         step: Index of the step.
-        observer: The observer of this rank's reductions.
-        repeated: Number of times that the same gradients were reduced.  If this is more than 1, the mean over these
-            reductions is compared with the exact gradients, and no errors of hops are returned.
-        group: The ranks over which gradients are averaged.  With local steps this is the state group of this rank.  By
-            default these are all ranks.
+        observer: The observer that collected the gradients while this rank reduced them.
+        repeated: How often the same gradients were reduced.  If more than once, the mean of the results is compared
+            with the exact mean gradient, and no errors of hops are returned.
+        group: The ranks over which gradients are averaged: by default all ranks.  With local steps, pass the ranks of
+            this rank's state group.
 
     Returns:
-        :data:`Sums` by :class:`Place`; each begins with a sum of squared errors and a sum of squared exact values.
+        A dict with a :class:`Place` for each reduction and each hop.  Its value (:data:`Sums`) begins with the sum of
+        squared errors and the sum of squared exact values.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
@@ -190,26 +193,26 @@ def gradient_errors(
 
 
 def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """Return all ranks' gradients, restricted to this rank's part of a unit; all ranks must call this.
+    """Fetch every rank's local gradient of this rank's part of a unit; all ranks must call this.
 
     Args:
-        gradient: (P,) fp32, this rank's gradient of the whole unit.
-        start: Number of the first element of this rank's part.
+        gradient: (P,) fp32, this rank's local gradient of the whole unit.
+        start: Index of the first element of this rank's part.
         numel: Number of elements of a part, the same on all ranks.
 
     Returns:
-        (world, numel) fp32; row r holds the values of rank r's gradient in this rank's part.
+        (world, numel) fp32; row r has rank r's gradient of the elements [start, start + numel).
     """
     starts = all_ranks.gather_objects(start)
     return all_ranks.swap(torch.stack([gradient[first : first + numel] for first in starts]))
 
 
 def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
-    """Gather each unit, and return this rank's sums of squared errors of the gathered weights.
+    """All-gather each unit's weights, and return their squared errors against the fp32 master weights.
 
-    All ranks must call this.  Each rank compares the next rank's shard of the gathered weights with the next rank's
-    fp32 masters.  With hpZ, the weights are gathered from the secondary shards too, and the result has another entry
-    for them.  If ``only`` names a unit, only this unit is gathered.
+    All ranks must call this.  Each rank compares only the next rank's shard of the gathered weights with the next
+    rank's masters.  With hpZ, each unit is gathered a second time, from the secondary copy; the errors of this gather
+    have the purpose ``secondary`` in the result.  If ``only`` names a unit, only this unit is gathered.
     """
     errors: SumsByPlace = {}
     for unit in zero.units:
@@ -230,8 +233,8 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gather all weights twice, as for a forward pass and as for a backward pass; all ranks must call this.
 
-    A user's own gather may have a state, which a gather changes.  Call this function only in a rehearsal
-    (:mod:`harness.runs.reference_checks`), which restores the engine's state afterwards.
+    Call this only inside a rehearsal (:mod:`harness.runs.reference_checks`), which restores the engine's state
+    afterwards, because each gather may change the state of a user's own gather.
 
     Returns:
         Two dicts from the parameter's name to its fp32 weights: the weights of forward passes, and the weights of
@@ -281,18 +284,21 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """Return a sentence if a unit's gathered weights are closer to the masters than the codec allows; else None.
 
-    Such weights were not sent in the codec.  They are too close if their squared error, over all ranks, is less than
-    half of the squared error that the codec makes.  All ranks must call this.
+    This finds weights that were sent in fp32 although the policy asks for a lossy codec.  Weights are too close if
+    their squared error, summed over all ranks, is less than half of the squared error that encoding and decoding the
+    masters makes.  All ranks must call this.
 
-    The check is left out, and None is returned, in these cases, in which other errors are expected: the policy has
-    differences, a bit budget, or ``planes`` other than 1; the gather or the codec is a user's own; the codec is
-    stochastic or a cast.
+    Returns None without a check if the weights' error is expected to be another one:
+
+    - the policy sends differences of weights, has a bit budget, or has ``planes`` other than 1;
+    - the gather or the codec is the user's own;
+    - the codec is stochastic or a cast.
 
     Args:
         step: Index of the step.
         zero: The engine.
         only: Name of the unit.
-        error: This rank's sums from :func:`weight_errors`, which concern the next rank's shard.
+        error: This rank's sums for the unit and the purpose ``weights``, from :func:`weight_errors`.
     """
     (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
     codec = unit.policy.weights
@@ -319,14 +325,14 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
 
 
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the next rank's shard as this rank gathered it, and the exact values of the same elements.
+    """Return the next rank's shard of the weights as this rank gathered it, and the exact values of the same elements.
 
     Both are flat fp32 tensors without padding.  With local steps, only the ranks of a state group have equal weights,
-    so the next rank is the next rank of this rank's group.
+    so the next rank is taken from this rank's group.
 
     Args:
-        unit: The unit, whose weights are gathered now.
-        masters: The (S,) fp32 masters of all ranks, which give the exact values.
+        unit: A unit whose weights are gathered now.
+        masters: For each rank, its fp32 master weights (S,), which are the exact values.
     """
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
@@ -357,41 +363,41 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 
 
 def growth(ranks: int) -> float:
-    """Return the largest factor by which a correct engine's error may grow after the first measured step.
+    """Return the largest factor by which a correct engine's vNMSE may grow after the first measured step.
 
-    It is half the number of ranks, and at least :data:`GROWTH`.
+    The factor is half the number of ranks, but at least :data:`GROWTH`.
 
-    An error may grow for this reason.  The squared error of a reduction is in proportion to the mean over ranks of the
-    squared gradients, and the vNMSE divides it by the square of the mean gradient.  If all ranks have the same
-    gradient, the two are equal.  If the ranks' gradients are orthogonal, the mean of the squares is as many times
-    larger as there are ranks.  In training, gradients move from the first case towards the second.  In runs without a
+    The vNMSE of a reduction grows even without a fault, because the ranks' gradients become less alike in training.
+    The reduction's squared error is proportional to the mean over ranks of the squared gradients.  The vNMSE divides
+    this error by the square of the mean gradient.  If all ranks have the same gradient, the mean of the squares equals
+    the square of the mean.  If the gradients of n ranks are orthogonal, it is n times as large.  In runs without a
     fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
     """
     return max(GROWTH, ranks / 2)
 
 
 def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) -> str | None:
-    """Return a sentence on the first error that is larger than a correct engine's can be; None if there is none.
+    """Return a sentence on the first measured error that a correct engine cannot have; None if there is no such error.
 
-    Only whole reductions and gathers are checked, by two rules:
+    The vNMSE (relative squared error) of whole reductions and gathers is checked by two rules.  Errors of single hops
+    are not checked.
 
-    1. After the first measured step, an error is at most :func:`growth` times as large as in that step.  If the error
-       of the first measured step is below :data:`BF16_VNMSE`, :data:`BF16_VNMSE` is used in its place.
-    2. The error of hpZ's secondary copy is that of the copied weights and the rounding of the copy itself.  By the
-       triangle inequality, the square root of its vNMSE is at most the sum of the square roots of these two.  The sum
-       is reached where both errors point in the same direction, as in the almost equal weights of a LayerNorm.
-
-    Rule 1 is not applied where a correct engine's error may grow:
+    Rule 1: after the first measured step, a vNMSE is at most :func:`growth` times the vNMSE of the first measured step,
+    where a first vNMSE below :data:`BF16_VNMSE` is raised to :data:`BF16_VNMSE`.  With a schedule, only steps with the
+    same policy are compared.  Rule 1 is not applied where a correct engine's error may grow more:
 
     - gradients with error feedback or a user's own reduction;
     - weights with a user's own gather;
     - weights or gradients whose codecs a bit budget changes;
-    - weights of a policy that sends differences, in step 0.  This step sends whole weights, so the next measured step
-      counts as the first.  If the policy also has a schedule, rule 1 is not applied to these weights at all.
+    - weights of a policy that sends differences of weights, in step 0.  Step 0 sends whole weights, so the next
+      measured step counts as the first.  If the policy also has a schedule, rule 1 is not applied to its weights in
+      any step.
 
-    With a schedule, rule 1 compares only steps that have the same policy.  Rule 2 is not applied with ``planes`` other
-    than 1: forward passes then compute with weights that are quantised along rows, and hpZ's copy is quantised along
-    columns.
+    Rule 2: the error of hpZ's secondary copy comes from the weights that were copied, and from rounding the copy.  By
+    the triangle inequality, the square root of its vNMSE is at most the square root of the copied weights' vNMSE plus
+    the square root of the rounding's vNMSE.  Equality occurs if both errors point in the same direction, as in the
+    almost equal weights of a LayerNorm.  Rule 2 is not applied with ``planes`` other than 1, because the copy is then
+    quantised along columns, but the weights of forward passes along rows.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -437,9 +443,10 @@ def _error(place: Place, sums: Sums) -> CommunicationError:
 
 
 def mean_cosine(products: NDArray[np.float64]) -> float | None:
-    """Return the mean cosine over all pairs of n ranks' gradients, computed from their (n ** 2,) inner products.
+    """Return the mean cosine similarity of the gradients of all pairs of ranks.
 
-    Pairs with a gradient that is zero or not finite are left out.  Returns None if no pair remains.
+    ``products`` has the inner products of all ranks' gradients: (n ** 2,) for n ranks.  Pairs with a gradient that is
+    zero or not finite are left out.  Returns None if no pair remains.
     """
     rows = products.reshape(math.isqrt(len(products)), -1)
     squares = np.outer(rows.diagonal(), rows.diagonal())
@@ -448,10 +455,10 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Return whether the policy may reduce the same gradients to different means when it reduces them twice.
+    """Return whether two reductions of the same gradients may give different means.
 
-    Error feedback, random rounding, and the state of a user's own reduction can cause this.  The error of the mean of
-    :data:`REPEATED` reductions is then measured too.
+    They may with error feedback, stochastic rounding or a user's own reduction.  If so, the harness also measures the
+    error of the mean over :data:`REPEATED` reductions.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     if policy.own_reduce is not None:
@@ -468,14 +475,14 @@ def measured_steps(total: int) -> frozenset[int]:
 
 
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
-    """Return the step before which the engine's messages are checked, drawn at random from ``seed`` and ``repeat``.
+    """Choose at random the step before which :mod:`harness.runs.reference_checks` checks the engine's messages.
 
-    The check itself is made by :mod:`harness.runs.reference_checks`.  The step lies in the second half of the trial,
-    since a fault that begins in the course of training is present in late steps.  It lies after the warm-up, and is
-    never step 0.  The repeats of a trial may check different steps.
+    ``seed`` and ``repeat`` determine the choice, so that repeats of a trial may check different steps.  The step lies
+    in the second half of the trial's ``total`` steps, because a fault that begins during training shows in late steps.
+    It also lies after the ``warmup`` steps and after step 0.
 
     Returns:
-        The index of the step.  None if a trial of ``total`` steps has no step after step 0 and the warm-up.
+        The index of the step; None if the trial has no such step.
     """
     first = max(warmup, 1, total // 2)
     return None if first >= total else first + draw(f"{seed}/{repeat}/checked step", total - first)

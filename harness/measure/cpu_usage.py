@@ -1,4 +1,4 @@
-"""Measures CPU usage from the kernel's counts: of this process, and of the CPUs that it may use."""
+"""Measures the CPU seconds of this process, and of all programs together on the CPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ProcessorMeter:
     def use(self) -> ProcessorUse | None:
         """Return the CPU seconds since this meter was constructed.
 
-        The field ``ranks`` counts the CPU seconds of this process.  The fields ``user``, ``system``, ``interrupts`` and
-        ``steal`` are the kernel's counts for the CPUs that this process may use, whichever program caused them.
-        Returns None on systems that do not count CPU seconds by kind.
+        The field ``ranks`` has the CPU seconds of this process.  The fields ``user``, ``system``, ``interrupts`` and
+        ``steal`` have the seconds of all programs together, on the CPUs that this process may use.  Returns None if
+        the system does not count CPU seconds separately by these kinds.
         """
         now, ran, busy = time.perf_counter(), time.process_time(), busy_seconds()
         if self._busy is None or busy is None:

@@ -1,14 +1,15 @@
-"""Checks reduced gradients against the gradient of a single process, with the error bounds of the codecs.
+"""Checks that reduced gradients are as close to the gradient of a single process as the codecs' error bounds promise.
 
-All ranks compute the single process's gradient together: each runs its batches through the unsharded model, and an fp32
-all-reduce, which is not part of the tested messages, forms the mean.
+The gradient of a single process is computed by all ranks together: each rank runs its batches through the unsharded
+model, and an fp32 all-reduce, which is not one of the tested messages, averages the gradients.
 
-A reduced element may differ from this mean by a factor times ``m``.  The factor is the error bound that the codecs
-promise (:func:`composed`).  ``m`` is a magnitude of the gradients near the element.  It is computed in windows: runs of
-consecutive elements that hold whole blocks of all codecs.  In the element's window, each rank takes the largest
-magnitude of its own gradient, and ``m`` is the mean of these over the ranks.
+Gradients are compared in windows.  A window is a run of consecutive elements that consists of whole quantisation blocks
+of every codec.  An element may differ by ``factor * m``, and in addition by what rounding explains:
 
-Only windows that are drawn at random are compared.  ``docs/reference/metrics.md`` has the formulas.
+- ``factor`` is the relative error bound of all codecs together (:func:`composed`).
+- ``m`` is the largest magnitude in the window of one rank's own gradient, averaged over ranks and micro-batches.
+
+Only some windows, chosen at random, are compared.  ``docs/reference/metrics.md`` has the formulas.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _TINY: Final = 1e-30  # allowed absolute error: far below gradients that matter,
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """The element of a rank's reduced gradient of one unit that differs most from a single process's gradient.
+    """The worst element of one unit's reduced gradient on one rank, compared with the gradient of a single process.
 
-    Differences are compared as shares of the difference that is allowed.
+    The worst element is the one whose difference is the largest share of the difference that is allowed there.
     """
 
     unit: str
@@ -57,7 +58,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arranges the elements of one reduction as a matrix, so that each rank holds whole rows of the result."""
+    """Arranges the elements of a gradient as a matrix, in which each rank's shard is one or more whole rows."""
 
     geometry: UnitGeometry | GroupGeometry  # a unit of our engine, or a parameter group of FSDP2
     factor: float  # error bound of all codecs together, relative to ``m`` (see the module)
@@ -87,11 +88,11 @@ class Layout:
 
 
 def relative_bound(codec: Codec) -> float:
-    """Return a codec's largest possible error of an element, relative to the largest magnitude of the element's block.
+    """Return an upper bound of a codec's relative error: an element's error over the largest magnitude in its block.
 
-    The ratio depends on this magnitude, because a codec has only certain scales, at most eight for each factor of two.
-    The ratio is largest if the magnitude is just too large for one of these scales, so that the block gets the next
-    scale.  This function therefore tries eight such magnitudes, and returns the largest of their ratios.
+    Some codecs round a block's scale up to one of a few values, at most eight for each factor of two.  Their relative
+    error is largest if the block's largest magnitude is slightly too large for one scale and so gets the next.  This
+    function therefore computes the error bound for eight such magnitudes, and returns the largest ratio.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -102,7 +103,7 @@ def layouts_of(
 ) -> list[Layout]:
     """Return a layout for each trained unit, or for each parameter group of FSDP2 that has trained parameters.
 
-    A layout is left out if one of its codecs, or a user's own reduction, promises no error bound.
+    A unit or group is left out if a codec or a user's own reduction that is used for it promises no error bound.
 
     Args:
         units: All units or parameter groups; frozen ones are left out.
@@ -121,9 +122,9 @@ def layouts_of(
 
 
 def model_layouts(model: nn.Module) -> list[Layout]:
-    """Return the layout of DDP's reductions, as a list of one: all trained parameters in one row.
+    """Return a list with the only layout of a model that DDP trains: all trained parameters in one row.
 
-    Every rank holds the whole row, and DDP reduces it in fp32.
+    Each rank holds the whole row, which DDP reduces in fp32.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     specs = [ParameterSpec(name, tuple(parameter.shape)) for name, parameter in trained]
@@ -158,21 +159,20 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 
 
 def composed(codecs: Sequence[Codec]) -> float:
-    """Return the error bound of a mean whose terms are encoded and decoded by each of ``codecs``, one after the other.
+    """Return the relative error bound of a reduction whose hops use ``codecs``, one after the other.
 
-    An element of the mean is wrong by at most the returned value times ``m``.  ``m`` is computed in the element's
-    window, a run of consecutive elements: it is the mean, over all ranks, of the largest magnitude of the rank's
-    gradient in the window.
+    Each element of the mean gradient is wrong by at most the returned factor times ``m``.  ``m`` is the mean over ranks
+    of the largest magnitude of the rank's gradient near the element, in a run of consecutive elements (a window).
     """
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
 
 @dataclass(slots=True)
 class FirstGradient:
-    """Holds a single process's gradient of one step, to compare the sharded model's reduced gradients with it.
+    """Samples of the gradient that a single process computes in one step, to compare reduced gradients with them.
 
-    A window is a run of consecutive elements.  Only windows that are drawn at random are held and compared.  Call
-    :meth:`add` for each micro-batch, then :meth:`average`, then :meth:`compare`.
+    A sample is a window, which is a run of consecutive elements.  Windows are chosen at random, and only these are
+    stored and compared.  Call :meth:`add` for each micro-batch, then :meth:`average`, then :meth:`compare`.
     """
 
     layouts: Sequence[Layout]  # the layouts of everything that is reduced
@@ -202,21 +202,21 @@ class FirstGradient:
             self._drawn[layout] = (numbers, torch.zeros(count, layout.window + 1))
 
     def add(self, gradients: Mapping[str, Tensor | None], scale: float) -> None:
-        """Add this rank's gradients of one micro-batch.
+        """Add this rank's gradients of one micro-batch to the samples.
 
         Args:
-            gradients: Whole gradients by parameter name.
-            scale: The factor that the loss was multiplied by.
+            gradients: Unsharded gradients by parameter name.
+            scale: Loss scale by which the gradients are multiplied; this method divides by it.
         """
         for layout, (numbers, means) in self._drawn.items():
             drawn = _windows(layout, layout.packed(gradients), numbers) / (scale * self.micro_batches)
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
-        """Average the added gradients over all ranks or, if ``ranks`` is not 0, over the ranks of this rank's group.
+        """Average the added gradients over all ranks or, with local steps, over this rank's state group.
 
-        The group is a state group: with local steps, its ranks train together, and apart from other groups.  All ranks
-        must call this.
+        With local steps, each state group of ``ranks`` ranks trains apart from the other groups.  If ``ranks`` is 0,
+        there are no such groups.  All ranks must call this.
         """
         for _, means in self._drawn.values():
             if self.ranks:
@@ -227,17 +227,17 @@ class FirstGradient:
             self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare reduced gradients of this rank with the single process's gradient, and return the worst element.
+        """Compare this rank's reduced gradient with the single process's gradient, and return the worst element.
 
         Args:
-            layout: The layout that the rows belong to.
-            first: Number, in the layout, of the first row of ``rows``.
-            rows: (n, row) reduced gradient, multiplied by ``scale``.
-            scale: The loss scale in the reduced gradient.
+            layout: The layout of the unit or parameter group whose gradient is compared.
+            first: Index in the layout of the first row of ``rows``.
+            rows: (n, row) reduced gradient, multiplied by the loss scale.
+            scale: The loss scale.
 
         Returns:
-            The element whose difference is the largest share of the allowed difference.  Returns None if no window in
-            ``rows`` was drawn, or if the single process's gradient is not finite.
+            The element whose difference is the largest share of the allowed difference.  None if ``rows`` contains
+            none of the chosen windows, or if the single process's gradient is not finite.
         """
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
@@ -256,15 +256,15 @@ class FirstGradient:
 
 
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Cut ``rows`` into windows, and return the windows with the numbers in ``numbers``: (n, window) on the CPU.
+    """Cut each row of ``rows`` into windows, and return the windows at the indices ``numbers``: (n, window) on the CPU.
 
-    The last window of a row is filled up with zeros.  Windows are selected on the device of the rows, because copying
-    all gradients of a large model from a GPU would take longer than a step.
+    The last window of a row is padded with zeros.  Windows are selected on the device of ``rows``, so that only these
+    windows are copied from a GPU.  Copying all gradients of a large model would take longer than a step.
 
     Args:
-        layout: The layout, which has the number of elements of a row and of a window.
+        layout: Gives the number of elements in a row and in a window.
         rows: (rows, row) elements.
-        numbers: (n,) numbers of windows, counted from the first window of the first row.
+        numbers: (n,) indices of windows, where index 0 is the first window of the first row.
     """
     short = -layout.row % layout.window
     windows = nn.functional.pad(rows, (0, short)).view(-1, layout.window)

@@ -56,10 +56,9 @@ def facts() -> dict[str, Any]:
 
 
 def boot(path: Path = BOOT_ID) -> str | None:
-    """Return 12 hex digits that are different after each start of this machine; None if the kernel shows no boot id.
+    """Return 12 hex digits that change whenever this machine is booted; None if the kernel shows no boot id.
 
-    All runs between two starts have the same digits.  They are the beginning of a hash of the boot id, because the boot
-    id itself must not be published.
+    The digits are the beginning of a SHA-256 of the kernel's boot id, because the boot id itself must not be published.
     """
     try:
         return hashlib.sha256(path.read_bytes().strip()).hexdigest()[:12]

@@ -38,7 +38,7 @@ def read(path: Path) -> Machine:
             f"{path}: cannot be read as a machine file: {getattr(error, 'strerror', None) or error}; {_WRITE}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: is not TOML, and so no machine file: {error}; {_WRITE}") from None
+        raise Refusal(f"{path}: is not TOML, as a machine file must be: {error}; {_WRITE}") from None
     known = [field.name for field in fields(Machine)]
     for key in table:
         if key not in known:
@@ -52,7 +52,7 @@ def read(path: Path) -> Machine:
 
 
 def write(path: Path, machine: Machine) -> None:
-    """Write the description of a machine into a file, from which :func:`read` reads an equal one.
+    """Write the description of a machine into a TOML file, which :func:`read` can read back.
 
     Fields that have their default values are left out.
     """
@@ -78,7 +78,7 @@ def check_host(path: Path, machine: Machine, host: str) -> None:
     if not machine.host:
         source = "data sheets" if machine.nature == "data sheet" else "published numbers"
         raise Refusal(
-            f"{path}: this machine is described from {source}, but zeropp run needs one that is calibrated here: "
+            f"{path}: this machine's costs are from {source}, but zeropp run needs one that is calibrated here: "
             f"{again}"
         )
     if machine.host != host:

@@ -51,11 +51,11 @@ def measure(zero: Zero) -> list[QuantisationError]:
 def measure_lossless(zero: Zero) -> list[LosslessSize]:
     """Return how many bytes each unit's weights and mean gradient take when they are compressed without loss.
 
-    Each tensor is compressed twice: as fp32, and after a cast to bf16, whose own loss does not count.  The bytes are
-    summed over the shards of all ranks.  Tensors that contain only zeros are left out.
+    Each tensor is compressed twice: in fp32, and after a cast to bf16.  The error of this cast is the field ``vnmse``
+    of the result.  The bytes are summed over the shards of all ranks.  Tensors that contain only zeros are left out.
 
-    zstd compresses if it is installed, else zlib.  All ranks must call this, and either all of them must have zstd or
-    none.
+    The compressor is zstd, or zlib if zstd is not installed.  All ranks must call this, and either all of them must
+    have zstd or none.
     """
     coder = "lossless:zstd" if has_zstd() else "lossless:zlib"
     sizes = []

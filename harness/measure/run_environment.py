@@ -33,10 +33,11 @@ _DIFF: Final = (  # options that override the user's configuration of git
 
 
 def identity() -> dict[str, Any]:
-    """Return a description of this node, for the other nodes and for the run's file.
+    """Return a description of this node: its machine, sources, installed software and environment variables.
 
     Returns:
-        A :class:`~harness.records.run_record.Node` as JSON.
+        A :class:`~harness.records.run_record.Node` as JSON, which can be sent to other nodes and written into the file
+        of the run.
     """
     return Node(
         machine=machine.facts(),

@@ -26,9 +26,9 @@ def now(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Instant:
-    """A moment: when the host passed it and, with a GPU, when the GPU's current stream passed it.
+    """A point in time on the host and, with a GPU, a CUDA event that was recorded in the current stream at this time.
 
-    The stream passes it when it has done all work that was enqueued before.
+    The GPU reaches the event when it has done all work that the host enqueued before.
     """
 
     host: float  # time.perf_counter()
@@ -36,7 +36,7 @@ class _Instant:
 
     @classmethod
     def take(cls, device: torch.device) -> _Instant:
-        """Return the present moment, without waiting for the device."""
+        """Return the current point in time, without waiting for the device."""
         event = None
         if device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -44,9 +44,9 @@ class _Instant:
         return cls(time.perf_counter(), event)
 
     def since(self, earlier: _Instant) -> float:
-        """Return the seconds from ``earlier`` to this moment.
+        """Return the seconds from ``earlier`` to this instant.
 
-        With a GPU, these are seconds of its stream, which must have passed both moments already.
+        With a GPU, the seconds are those between the two CUDA events, both of which the GPU must have reached already.
         """
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
@@ -56,17 +56,17 @@ class _Instant:
 class StepClock:
     """Times each step and its parts, in wall-clock and CPU seconds.
 
-    On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  So the clock does
-    not make the host wait for the GPU between two parts.
-
-    The moments at which a step begins and ends are taken from :attr:`witness`, a second clock that also times what
-    happens between steps.  On a GPU, the host waits for the device at these moments.
+    On a GPU, the parts of a step (such as ``forward``) are timed by CUDA events in the current stream, which are read
+    at the end of the step.  The host therefore does not wait for the GPU between two parts.  It does wait for the GPU
+    at the beginning and end of each step.  These two times are read from :attr:`witness`, a second clock that also
+    measures the time between steps.
 
     Args:
-        mark_exposed: Called at the beginning and end of each part.  It marks the moment, and returns a function.
-            Called later, this function returns the seconds that were waited for messages before the marked moment
-            (:meth:`impl.comm.wire.Wire.mark_exposed`).  For DDP, FSDP2 and DeepSpeed, whose waits are not known,
-            ``mark_exposed`` returns None in place of a function.
+        mark_exposed: A function that is called at the beginning and end of each part, such as
+            :meth:`impl.comm.wire.Wire.mark_exposed`.  It marks the current moment, and returns a second function.  When
+            the step ends, this second function is called, and returns the seconds that the rank had waited for messages
+            before the marked moment.  If the waits are not known, as when DDP, FSDP2 or DeepSpeed sends the messages
+            itself, ``mark_exposed`` returns None.
         device: Device on which the steps run.
     """
 
@@ -93,7 +93,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Time the body of ``with`` as the part ``name`` of the step; times of a repeated part add up."""
+        """Time the body of ``with`` as the part ``name`` of the step; if a part is repeated, its times are added up."""
         start, waited = _Instant.take(self._device), self._mark_exposed()
         yield
         end = _Instant.take(self._device)
@@ -103,7 +103,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the body of ``with`` in the step."""
+        """Leave the time of the body of ``with`` out of the step's time."""
         wall, computed = self.witness.turn("check"), time.process_time()
         yield
         self._computed += time.process_time() - computed
@@ -138,7 +138,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Timed:
-    """A part of a step; when it is made, the host has passed the part's end, but a GPU may not have yet."""
+    """A part of a step; with a GPU, its seconds are known only once the GPU has reached the end of the part."""
 
     name: Part
     start: _Instant

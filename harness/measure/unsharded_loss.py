@@ -221,10 +221,10 @@ def _encode_and_decode(
     clock: Clock,
     rows: int = 0,
 ) -> None:
-    """Replace parameters by what a codec makes of them: encode and decode all shards with the reference backend.
+    """Encode and decode parameters in place, shard by shard, with the reference backend.
 
-    If ``rows`` is not 0, the blocks of the codec run along columns.  For this, each band of ``rows`` rows of a matrix
-    is transposed before encoding, and transposed back after decoding.
+    If ``rows`` is not 0, the codec's blocks run along columns.  To this end each matrix is cut into bands of ``rows``
+    rows, and each band is transposed before encoding and transposed back after decoding.
     """
     if isinstance(codec, Raw):  # the result of a cast does not depend on where an element lies in its shard
         for name in _names(geometry):

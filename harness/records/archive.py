@@ -33,16 +33,14 @@ _CHUNK: Final = 1 << 16
 
 
 def pack(folder: Path, into: Path, name: str = "") -> Path:
-    """Write a results folder's records, files of runs, traces and journal to ``<into>/<name>.tar.xz``.
+    """Pack a results folder into the archive ``<into>/<name>.tar.xz``, and return the path of the archive.
 
-    ``name`` is also the folder in the archive; by default it is the name of the results folder.
-
-    Returns:
-        The path of the archive.
+    The archive holds the folder's records, descriptions of runs (``runs/``), traces and journal.  In the archive, they
+    lie in a folder that is called ``name`` too; by default ``name`` is the name of the results folder.
 
     Raises:
         RecordError: If the folder holds no records, or more files or bytes than an archive may have.  Also if a file
-            cannot be read, is too large, or has a name that records, runs and traces do not have.
+            cannot be read, is too large, or is not named as records, runs and traces are.
     """
     name = name or Path(os.path.abspath(folder)).name  # noqa: PTH100  # resolve() would follow a link
     files = sorted(folder.glob("*.json"))
@@ -68,7 +66,8 @@ def pack(folder: Path, into: Path, name: str = "") -> Path:
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
                     raise RecordError(
-                        f"{folder}: more than {limits} cannot be packed; move some of its files into another folder"
+                        f"{folder}: holds more than {limits}, the most that an archive may have; move some of its "
+                        "files into another folder"
                     )
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
@@ -85,7 +84,7 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
     the folder is changed.
 
     Args:
-        archive: Path of the archive; its file name is the suite's name and ``.tar.xz``.
+        archive: Path of the archive, whose file name must be ``<suite's name>.tar.xz``.
         into: The folder in which the suite's folder is made; by default the folder that holds the archive.
 
     Returns:
@@ -106,8 +105,8 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
     except _OtherEntryError as error:
         raise RecordError(
             f"{archive}: holds {error.args[0]!r}, which is no file of suite {suite} or is larger than {_MOST >> 20} "
-            f"MiB; rename the archive to FOLDER{SUFFIX}, where FOLDER is the name of the packed folder, or pack "
-            "the folder again"
+            f"MiB; if the archive was renamed, rename it back to FOLDER{SUFFIX}, where FOLDER is the name of the "
+            "packed folder; otherwise pack the folder again"
         ) from None
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -41,7 +41,8 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(
-                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected equal numbers > 0"
+                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected the same number, "
+                    "at least 1"
                 )
             if min(values) <= 0:
                 raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")
@@ -62,11 +63,11 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
 
 def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Merge the samples of all ranks into one list, with one sample for each candidate.
+    """Merge the samples of all ranks into one list, with one sample for each candidate, such as a codec.
 
-    In each round, the merged sample has the seconds of the rank that was slowest in this round.  This may be rank 0 for
-    the seconds of the candidate, and rank 1 for the seconds of the reference.  The bytes that the ranks sent are added
-    up.
+    For each round, the merged sample has the seconds of the rank that was slowest in this round.  The slowest rank is
+    found separately for the seconds of the candidate, of the reference, and of each part.  The bytes that the ranks
+    sent are added up.
 
     Args:
         ranks: The samples of each rank; all ranks have the same candidates in the same order.
@@ -101,7 +102,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 
     @property
     def id(self) -> str:
-        """The first 12 hex digits of the SHA-256 of subject, setting, pool and start."""
+        """The record's id: the first 12 hex digits of a SHA-256 of its subject, setting, pool and time of start."""
         text = json.dumps([self.subject, self.setting, self.pool, self.started], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

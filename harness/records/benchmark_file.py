@@ -38,7 +38,7 @@ class Timed(BaseModel, frozen=True):
 
     @property
     def identity(self) -> str:
-        """The name that no other benchmark of a run has."""
+        """The benchmark's unique name in its run: the full name, or the short name if the file has no full name."""
         return self.fullname or self.name
 
     def noted(self, key: str) -> float | None:

@@ -48,10 +48,13 @@ class Entry(BaseModel, extra="forbid", frozen=True):
 
 
 def content_of(record: Record, left_out: AbstractSet[str] = _LEFT_OUT) -> str:
-    """Return the SHA-256 of a record's content.
+    """Return the SHA-256 of a record's content, by which the journal notices that a record was edited.
 
-    Role, answer, margin and digest are left out (``left_out``).  So are fields that hold their default value, because a
-    later version of the schema may have added them.
+    Two kinds of fields are not hashed:
+
+    - Those in ``left_out``.  By default these are ``role``, ``answer`` and ``margin``, which follow from the suite's
+      question and change with it, and the record's own ``digest``.
+    - Those that hold their default value, because a later version of the schema may have added them.
     """
     return digest_of(json.loads(record.model_dump_json(exclude=set(left_out), exclude_defaults=True)))
 
@@ -62,7 +65,7 @@ def _lines(path: Path) -> list[str]:
     except OSError as error:
         raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
     except ValueError as error:
-        raise RecordError(f"{path}: is no journal: {error}; restore it from a copy") from error
+        raise RecordError(f"{path}: is not a journal: {error}; restore it from a copy") from error
 
 
 def append(results: Path, record: Record) -> Record:
@@ -96,10 +99,11 @@ def complete(results: Path) -> None:
 
 
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
-    """Return the record whose line the journal lacks because a run was killed before it wrote the line; else None.
+    """Return the record whose line the journal lacks because a run was killed before it wrote the line.
 
-    A run that is killed leaves at most one such record, and its line would be the next line of the journal.  If the
-    journal lacks the lines of several records, or is not intact, somebody has cut it; None is returned then, too.
+    Returns None if no line is missing.  A killed run leaves at most one record without a line, and this line would be
+    the next line of the journal.  If the lines of several records are missing, or the journal is not intact, somebody
+    has shortened or edited the journal, and None is returned too.
 
     Args:
         lines: The lines of the journal.

@@ -1,17 +1,19 @@
 """Computes 95 % confidence intervals of medians, means and paired ratios.  No torch.
 
-The formulas are in docs/reference/metrics.md.  How many values an interval needs:
+The formulas are in docs/reference/metrics.md.
 
-- At least :data:`FEWEST` values or pairs must have been measured.  Where some are left out because other programs
-  disturbed them, :data:`FEWEST_UNDISTURBED` must remain.
-- Seconds depend on the occasion at which they were measured.  A new occasion begins when a machine is started, and
-  after a pause of more than an hour between runs.  If values are from several occasions, each occasion's mean or median
-  counts as one value, because values of one occasion share the machine's state.  Medians then need :data:`FEWEST`
-  occasions, because the median lies between the smallest and the largest of five values in less than 95 % of samples.
-- If all values are from one occasion, the interval is computed from them, and holds within this start of the machine
-  only.
+An interval needs at least :data:`FEWEST` measured values (or pairs of values, for ratios).  Values that other programs
+disturbed may be left out, as long as :data:`FEWEST_UNDISTURBED` remain.
 
-With fewer values the ends of the interval are NaN, and :attr:`Interval.why_none` says what is missing.
+Times depend on the *occasion* at which they were measured, because values of one occasion share the machine's state.  A
+new occasion begins when the machine is booted, and after a pause of more than an hour between runs.
+
+- If all values are from one occasion, the interval is computed from them, and is valid for this occasion only.
+- If they are from several occasions, the mean or median of each occasion counts as one value.  An interval of a median
+  then needs :data:`FEWEST` occasions, because the true median lies outside the range of five values in more than 5 % of
+  samples.
+
+With too few values or occasions, the ends of the interval are NaN, and :attr:`Interval.why_none` gives the reason.
 """
 
 from __future__ import annotations
@@ -73,15 +75,15 @@ class Interval:
 
     @property
     def within_start(self) -> bool:
-        """Whether there is an interval, and it is valid only until the machine is started again."""
+        """Whether the interval is valid for one occasion only, that of all its values; False without an interval."""
         return self.known and self.occasions == 1
 
     @property
     def over(self) -> str:
-        """The number of occasions in words, to be printed beside the interval: ``3 occasions``.
+        """A text to print next to the interval: the number of occasions of its values, such as ``3 occasions``.
 
-        With one occasion the text is ``within this start``, since the interval is valid only until the machine is
-        started again.  The text is empty if there is no interval, or if the values do not depend on the occasion.
+        With one occasion the text is ``within this start``, since the interval says nothing about later starts of the
+        machine.  The text is empty if there is no interval, or if the values do not depend on the occasion.
         """
         if not self.known or not self.occasions:
             return ""
@@ -89,7 +91,7 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """How far the upper end lies above the estimate, as a share of the estimate; NaN without an interval."""
+        """Relative width of the interval's upper half: ``high / estimate - 1``; NaN without an interval."""
         return self.high / self.estimate - 1
 
     def contains(self, value: float) -> bool:
@@ -107,18 +109,18 @@ def enough(n: int, left_out: int = 0) -> bool:
 
 
 def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
-    """Return Student's prediction interval for the result of one further run, at a further occasion.
+    """Return the interval in which the result of one further run is expected (Student's prediction interval).
 
-    A new occasion begins when the machine is started, and after a pause of more than an hour.
+    The further run takes place at a new occasion: after the machine was booted, or after a pause of more than an hour.
+    The confidence interval ``interval`` of the measured values is widened:
 
-    - Values of several occasions: the width of ``interval`` is multiplied by sqrt(1 + occasions).  With 3 occasions, it
-      doubles.
-    - Values of one occasion: the ends are NaN, since one occasion says nothing about other occasions.
-    - Values that do not depend on the occasion: all of them count as one run, and the width is multiplied by sqrt(2).
+    - If the values are from n > 1 occasions, its width is multiplied by sqrt(1 + n).  With 3 occasions, it doubles.
+    - If the values are from one occasion, the ends are NaN, since one occasion says nothing about other occasions.
+    - If the values do not depend on the occasion, they count as one run, and the width is multiplied by sqrt(2).
 
     Args:
-        interval: The interval of the values that are known.
-        ratio: Whether the values are ratios.  If so, the width is multiplied on the scale of their logarithms.
+        interval: The confidence interval of the measured values.
+        ratio: Whether the values are ratios; if so, the interval of their logarithms is widened.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)
@@ -141,16 +143,20 @@ class Prediction:
 
 
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:
-    """Return the interval in which a ratio is expected in a further run at another occasion.
+    """Return the interval in which a ratio, such as a speed-up, is expected in a further run at a new occasion.
 
-    A new occasion begins when the machine is started, and after a pause of more than an hour.
+    A new occasion begins when the machine is booted, and after a pause of more than an hour.
 
-    A covariate, such as the speed of the machine, may explain how the ratios of occasions differ.  With four occasions
-    or more, and three different values of the covariate or more, a straight line over the covariate is fitted to the
-    logarithms of the ratios.  Each occasion is then predicted twice from all other occasions: by the line through them,
-    and by their mean.  If the line's predictions have the smaller sum of squared errors, the returned interval is
-    Student's prediction interval around the line, at the mean of the covariate.  In all other cases the interval is
-    that of :func:`of_another_run`, which uses no covariate.
+    The ratio may depend on a covariate that differs between occasions, such as the speed of the machine.  If it does,
+    the result is Student's prediction interval around a regression line, at the mean of the covariate.  These are the
+    steps:
+
+    1. If there are fewer than four occasions, or fewer than three different values of the covariate, no line is used.
+    2. A straight line over the covariate is fitted to the logarithms of the ratios.
+    3. By leave-one-out cross-validation, each occasion is predicted from all other occasions, once by their line and
+       once by their mean.  The line is used if its predictions have the smaller sum of squared errors.
+
+    If no line is used, the interval is that of :func:`of_another_run`.
 
     Args:
         ratio: The mean ratio, with its interval over occasions.
@@ -349,8 +355,9 @@ def undecided(
 ) -> list[tuple[float, float]]:
     """Return the parts of [0, 1] in which a straight line between two means may cross zero (Fieller's confidence set).
 
-    At x = 0 the line has the mean of ``left``, and at x = 1 the mean of ``right``.  An x belongs to the set if the
-    line's height there differs from zero by no more than Student's t times the standard error of this height.
+    The line goes from the mean of ``left`` at x = 0 to the mean of ``right`` at x = 1.  A point x belongs to the set if
+    the line's height at x does not differ significantly from zero: by no more than Student's t times the standard error
+    of the height.
 
     Args:
         left: Values at x = 0, by key.
@@ -403,7 +410,7 @@ def _roots(square: float, linear: float, constant: float) -> list[float]:
 
 
 def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return intervals (low, high) of numbers in ascending order, with those merged that touch or overlap."""
+    """Merge intervals (low, high) of numbers that touch or overlap, and return all intervals in ascending order."""
     whole: list[tuple[float, float]] = []
     for low, high in sorted(parts):
         if whole and low <= whole[-1][1]:

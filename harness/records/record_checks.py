@@ -47,15 +47,14 @@ _BARRIERS: Final = 4
 def ledger_mismatch(record: Record) -> str | None:
     """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
 
-    A ledger has the bytes and messages that one rank sent in the timed steps.  Returns None if there is no difference,
-    or if the record has no predictions.
+    A ledger lists the bytes and messages that one rank sent in the timed steps.  Returns None if there is no
+    difference, or if the record has no predictions.
 
-    The record lists in ``predicted.unpredicted`` the purposes of messages that could not be predicted.  Messages of
-    these purposes are not compared.  If there are none, and the trial has a schedule, the bytes of each step are
-    compared too.
+    Messages whose purpose is in ``predicted.unpredicted`` could not be predicted, and are not compared.  If all
+    messages were predicted and the trial has a schedule, the bytes of each single step are compared too.
 
-    The record states in ``predicted.equal`` whether ledgers and predictions were found equal when the trial ran.  The
-    value must be True or, if some messages could not be predicted, None.  If it is not, the returned sentence says so.
+    Last, the record's own verdict, ``predicted.equal``, is checked.  It must be True if all messages were predicted,
+    and None if some were not.
     """
     if record.predicted is None:
         return None
@@ -89,10 +88,11 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 
 
 def interface_mismatch(record: Record) -> str | None:
-    """Return a sentence on the first node whose interface counted other bytes than its ranks' ledgers explain.
+    """Return a sentence on the first node whose network interface sent more or fewer bytes than its ranks explain.
 
-    A ledger has the bytes that one rank sent, as the rank itself counted them.  Returns None if there is no such node.
-    A node is not compared if its interface's count, or the ledger of one of its ranks, is missing.
+    The ranks' ledgers and the packet headers explain bytes, within the tolerance of :func:`counter_mismatch`.  Returns
+    None if there is no such node.  A node is not compared if its interface was not counted, or if one of its ranks has
+    no ledger.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
@@ -112,17 +112,17 @@ def interface_mismatch(record: Record) -> str | None:
 
 
 def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> str | None:
-    """Return a sentence if an interface counted other bytes than the ledger and the packet headers explain; else None.
+    """Return a sentence if a node's network interface sent more or fewer bytes than its ranks' messages explain.
 
-    The ledger has the bytes that the node's ranks sent, as the ranks themselves counted them.
-    The counted bytes may be 0.99 to 1.02 times the sum of ``ledger`` and ``headers`` (:data:`INTERFACE_WITHIN`), plus
-    the bytes of gloo's own messages.
+    The interface must have sent at least 0.99 times the sum of ``ledger`` and ``headers``.  It may have sent at most
+    1.02 times this sum (:data:`INTERFACE_WITHIN`), plus :data:`CONTROL_BYTES` for each message, since gloo sends
+    messages of its own.  Returns None if the bytes are within these limits.
 
     Args:
         counted: Bytes that the interface sent.
-        ledger: Bytes to other nodes in the ledgers of the node's ranks.
+        ledger: Bytes that the node's ranks sent to other nodes, as the ranks counted them.
         headers: Bytes of the packets' headers.
-        messages: Number of messages.  With each message, gloo may send :data:`CONTROL_BYTES` in addition.
+        messages: Number of messages that the node's ranks sent to other nodes, those of barriers included.
     """
     low, high = INTERFACE_WITHIN
     stated, control = ledger + headers, CONTROL_BYTES * messages
@@ -136,7 +136,10 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
 
 
 def codec_mismatch(record: Record) -> str | None:
-    """Return a sentence on the first message whose codec the trial's policy does not have; None if there is none."""
+    """Return a sentence on the first message that was encoded with a codec that the trial's policy does not use.
+
+    Returns None if there is no such message.
+    """
     if not record.communication_errors:
         return None
     policy = Trial.from_canonical(record.trial).resolved_policy()

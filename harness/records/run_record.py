@@ -40,7 +40,7 @@ class Changes(_Part):
 
     @property
     def whole(self) -> bool:
-        """Whether ``text`` is the whole patch."""
+        """Whether ``text`` is the complete patch, from which no bytes were cut off or left out."""
         return len(self.text.encode()) == self.size
 
 

@@ -12,11 +12,13 @@ Sent = tuple[int, int]
 
 
 def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
-    """Return the bytes that each step sent; consecutive steps that sent equal numbers of bytes share one entry.
+    """Convert cumulative byte counts into the bytes of each step, run-length encoded.
 
     Args:
-        totals: Cumulative bytes: the total before the first step, then the total at the end of each step.  The bytes of
-            a step are the difference of two neighbouring totals.
+        totals: The bytes sent before the first step, and then the bytes sent until the end of each step.
+
+    Returns:
+        One entry for each run of consecutive steps that sent equal numbers of bytes.
     """
     runs, first = list[StepsSent](), 0
     sent = [(now[0] - old[0], now[1] - old[1]) for old, now in itertools.pairwise(totals)]
@@ -30,7 +32,11 @@ def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
 def mismatch(record: Record) -> str | None:
     """Return a sentence on the first step in which a rank did not send the predicted bytes; None if there is none."""
     predicted = [] if record.predicted is None else record.predicted.sent_by_step
-    for rank, expected in zip(record.ranks, predicted, strict=False):
+    if not predicted:
+        return None
+    if len(predicted) != len(record.ranks):
+        return f"bytes of each step are predicted for {len(predicted)} ranks, but the record has {len(record.ranks)}"
+    for rank, expected in zip(record.ranks, predicted, strict=True):
         steps = itertools.zip_longest(_single(rank.sent_by_step), _single(expected))
         for index, (sent, wanted) in enumerate(steps):
             if sent != wanted:

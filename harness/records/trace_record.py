@@ -26,9 +26,10 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Event(BaseModel, extra="ignore", frozen=True):
-    """One event of Chrome's format.
+    """One event of Chrome's trace format.
 
-    If ``ph`` is ``X``, the event is a span in a rank's lane.  If ``ph`` is ``M``, it names a rank or a lane.
+    If ``ph`` is ``X``, the event is an interval of one kind of activity of a rank.  Such a kind, like computing or
+    waiting, is a row of the picture, called a lane.  If ``ph`` is ``M``, the event gives a rank or a lane its name.
     """
 
     ph: Literal["X", "M"]
@@ -46,7 +47,7 @@ class Event(BaseModel, extra="ignore", frozen=True):
 
 
 class About(BaseModel, extra="ignore", frozen=True):
-    """The trial of a trace, the machine, and what tracing cost."""
+    """Facts about a trace: the traced trial, the machine, and how long a step takes with and without tracing."""
 
     trial: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
     pool: str  # hash of machine and code, as in records
@@ -62,7 +63,7 @@ class Trace(BaseModel, extra="ignore", frozen=True):
     otherData: About  # noqa: N815
 
     def spans(self) -> list[tuple[int, Span]]:
-        """Return (rank, span) of every event in a lane, with times in seconds."""
+        """Return (rank, span) for each interval of activity in the trace, with times in seconds."""
         return [
             (event.pid, Span(event.cat, event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6))
             for event in self.traceEvents

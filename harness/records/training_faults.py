@@ -1,8 +1,8 @@
-"""Judges what the ranks of a trial noted while they trained.  No torch.
+"""Finds faults of a trial's training, such as wrong batches, gradient norms or recorded times.  No torch.
 
-Each rank notes facts (:mod:`harness.witness.training_checks`).  :func:`training_fault` compares the notes of all ranks
-with each other, and with the records of the ranks' steps.  It names the first way in which training was not as the
-trial asks.
+While a rank trains, it notes facts that are measured independently of its record: digests of its batches, losses, norms
+and seconds by a second clock (:mod:`harness.witness.training_checks`).  After the trial, :func:`training_fault`
+compares the notes of all ranks with each other, with the ranks' records and with the trial's settings.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _TELLS: Final = 0.3
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds that passed for one rank's thread, and how many of them it ran, slept, or waited for a CPU.
+    """Wall-clock seconds of one rank's thread, and the seconds in which the thread ran, slept, or waited for a CPU.
 
-    The parts may be less than the whole, since the kernel does not count all of them everywhere.
+    These three may add up to less than the wall-clock seconds, since not every kernel counts all of them.
     """
 
     seconds: float = 0.0  # wall-clock time
@@ -107,9 +107,10 @@ class OuterNote(NamedTuple):
 
 
 class OuterRules(NamedTuple):
-    """The trial's settings for outer steps; :func:`training_fault` computes outer steps again from them.
+    """The trial's settings for outer steps, from which :func:`training_fault` recomputes these steps.
 
-    In an outer step, groups of ranks that trained apart average how far their master weights have moved.
+    With ``policy.local_steps``, groups of ranks train apart.  In an outer step, the groups average the changes of their
+    master weights since the last outer step, and SGD changes the masters of all groups by this average.
     """
 
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
@@ -169,7 +170,7 @@ class Checked:
 def training_fault(
     checked: Sequence[Checked], ranks: Sequence[RankRecord], validations: Sequence[Validation] = ()
 ) -> str | None:
-    """Return a sentence on the first way in which training was not as the trial asks; None if nothing is wrong.
+    """Return a sentence on the first fault of a trial's training; None if there is no fault.
 
     Args:
         checked: What each rank noted, by rank.
@@ -250,10 +251,11 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 
 
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield a sentence for each step whose recorded seconds differ from those of a second clock, the witness clock.
+    """Yield a sentence for each step whose recorded seconds differ from those of a second clock.
 
-    Also yields a sentence if the rank ran or slept for too long between its timed steps, or slept for too long in
-    checks: then some of the steps' work may have been done outside of the recorded time.
+    Also yields a sentence if work of the steps may have been done while their clock was stopped, so that it was not
+    timed.  This is suspected if the rank ran or slept for too long between its timed steps, or if it slept for too long
+    in the harness's own checks, which have nothing to wait for.
     """
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
@@ -277,10 +279,10 @@ def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[st
 
 
 def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a sentence if, on every rank, the witness clock and ``time.monotonic()`` measured different times.
+    """Yield a sentence if the second clock, with which recorded seconds are compared, is itself wrong.
 
-    Both clocks measured the time from the first timed step to the last.  The witness clock also measured each step, as
-    a check of the steps' recorded seconds.
+    On each rank, the second clock and ``time.monotonic()`` both measured the time from the beginning of the first timed
+    step to the end of the last.  It is a fault only if the two times differ by more than 3 % plus 0.01 s on every rank.
     """
     apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
     if all(apart):  # the clocks are read one after the other, and a busy machine may delay this on some ranks
@@ -292,10 +294,11 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a sentence for each batch that a rank should not have read.
+    """Yield a sentence for each wrong batch that a rank read.
 
-    Such a batch is not the batch that the trial's seed gives the rank in this step, or another rank or an earlier step
-    has read it too.
+    A batch is wrong if the trial's seed gives the rank another batch in this step, or if the same batch was also read
+    by another rank or in an earlier step.  Equal batches are allowed if they may be a coincidence (``distinct`` is
+    False).
     """
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
@@ -317,22 +320,23 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence for each wrong outer step.
+    """Yield a sentence for each outer step that gave wrong master weights.
 
-    In an outer step, groups of ranks average how far their masters have moved since the last outer step, and move all
-    masters by SGD with Nesterov momentum.  The step is wrong in two cases:
+    In an outer step, groups of ranks that train apart average the changes of their master weights since the last outer
+    step.  SGD with Nesterov momentum then uses the average as its gradient, and changes the masters of all groups.  The
+    step is wrong in two cases:
 
-    - The groups hold different masters afterwards.
-    - The masters are not what the trial's settings give.  This is not checked if codecs alone may cause a relative
-      error of :data:`_TELLS` or more.
+    - Afterwards, the groups hold different masters.
+    - The new masters do not follow from the trial's learning rate and momentum.  To check this, SGD's formula is solved
+      for the average change that the engine must have used, and the result is compared with the average of the changes
+      that the groups noted.  The check is left out if codecs alone may cause a relative error of :data:`_TELLS` or
+      more.
 
-    For the second case, the mean movement that the engine must have used is computed back from the new masters, the
-    learning rate and the momentum so far.  It is compared with the mean of the movements that the groups noted.  Each
-    outer step begins from the weights that were noted after the outer step before it, so that a codec's errors do not
-    add up.
+    Changes are counted from the masters that were noted after the previous outer step, so that errors of codecs do not
+    add up over outer steps.
 
     Args:
-        checked: Notes of the ranks that hold the same shards, one rank of each group.
+        checked: Notes of one rank of each group; these ranks hold the same shards.
         ranks: The numbers of these ranks.
     """
     rules, first = checked[0].outer, checked[0]
@@ -366,14 +370,13 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 
 
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
-    """Yield a sentence for each step whose gradient norms are wrong.
+    """Yield a sentence for each wrong gradient norm, and if optimizers left out elements or steps.
 
-    The recorded norm must be equal on all ranks.  In addition, on each rank the norm of the gradient that the optimizer
-    used must equal the norm of the gradient that the backward passes left, divided by the loss scale and clipped as the
-    trial asks.
-
-    Also yields a sentence if the optimizers of all ranks together step fewer elements than the model trains, and a
-    sentence for each step that only some ranks' optimizers took.
+    - All ranks must have recorded the same norm in a step.
+    - On each rank, the gradient that the optimizer used must have the norm that follows from the reduced gradient after
+      the backward passes: the norm of the reduced gradient, divided by the loss scale and clipped as the trial asks.
+    - The optimizers of all ranks together must step all elements that the model trains.
+    - A step of the optimizer must be taken by all ranks or by none.
 
     Args:
         checked: Notes of the ranks that average their gradients with each other.
@@ -418,12 +421,12 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield a sentence for each rank whose thread slept in its steps for longer than the rank's waits explain.
+    """Yield a sentence if threads slept in the steps for much longer than their waits for messages explain.
 
-    Two numbers of a rank are compared with the time that its thread slept:
+    The time that a rank's thread slept in the steps is compared with two other times of the rank:
 
-    - The seconds that the record states as waits for messages.  If they are much less, the record is wrong.
-    - The seconds that the engine measured in all its waits for messages.  If they are much less on all ranks, something
+    - The recorded waits for messages.  If they are much shorter than the sleep, the record is wrong.
+    - The waits for messages that the engine measured.  If they are much shorter than the sleep on all ranks, something
       else, such as a call of sleep(), has slowed the steps.
     """
     longer: list[str] = []
@@ -450,7 +453,7 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
 
 
 class Computed(NamedTuple):
-    """CPU seconds of one rank in a step, and how many of them are allowed."""
+    """CPU seconds that one rank used in its median step, and the limit with which they are compared."""
 
     used: float  # median CPU seconds of a step
     # CPU seconds that the model's own computation, the bytes sent and the number of micro-batches explain.
@@ -460,11 +463,15 @@ class Computed(NamedTuple):
 
 
 def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -> Computed | None:
-    """Return the CPU seconds of a rank's median step, with the seconds that are allowed (:data:`_COMPUTED`).
+    """Return the CPU seconds of a rank's median step, and their limit.
 
-    Warm-up steps and step 0 are left out: step 0 has costs that no later step has, such as imports and fresh memory.
-    Returns None if fewer than :data:`_STEPS` steps remain, if the rank has no ledger, or if the computation of the
-    model alone was not measured.
+    The limit (:data:`_COMPUTED`) follows from the CPU seconds of the model without an engine, the bytes that the rank
+    sends and the number of micro-batches.  It is a fault if all ranks exceed their limits (:func:`slowed`).  The median
+    is over all steps but warm-up steps and step 0, which has costs that no later step has, such as imports and fresh
+    memory.
+
+    Returns None if this leaves fewer than :data:`_STEPS` steps, if the rank has no ledger of sent bytes, or if the
+    model was not timed without an engine.
 
     Args:
         own: The rank's record.
@@ -487,14 +494,19 @@ def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -
 def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     """Return a sentence if a trial's steps took longer than computation and messages explain; else None.
 
-    Two things are checked:
+    Steps took too long in two cases:
 
-    - Computation: on some rank at least, the CPU seconds of a step must not exceed what is allowed (:func:`computed`).
-      The limit follows from the computation of the model alone, which the same trial measures without any engine.
-    - Idle time: ranks may be idle only while the link is busy (:func:`_idle`).  How long it is busy follows from the
-      bytes that were sent, at the measured rate of the link.  A rank that is ready to run and gets no CPU is not idle.
+    - Every rank whose limit is known used more CPU seconds than this limit (:func:`computed`).  The limit follows
+      mainly from the time of the same model without an engine, which the trial measures too.
+    - All ranks and the link between nodes were idle together for too long (:func:`_idle`).  The time in which the link
+      was busy is computed from the bytes sent and the link's measured rate.  A rank that is ready to run, but gets no
+      CPU, is not idle.
 
-    Returns None too if the threads' sleep was not counted, or if ``cluster.inner_rate`` limits messages inside nodes.
+    Nothing is checked in two cases:
+
+    - ``sleeps_counted`` is False on a rank: the kernel does not count its thread's sleep, or the thread may sleep for
+      another reason than messages, for example to wait for a GPU.
+    - ``cluster.inner_rate`` limits the rate of messages inside nodes.
 
     Args:
         checked: What each rank noted, by rank.

@@ -357,7 +357,7 @@ class Failure(_Part):
 
 
 class Failed(_Part):
-    """The failure of an earlier attempt at a trial, after which ``on_failure`` of its suite asked for a retry."""
+    """The failure of an earlier attempt at a trial that was then retried, as the suite's ``on_failure`` asks."""
 
     kind: str
     message: str
@@ -450,8 +450,8 @@ class Record(_Part):
     def answers(self) -> bool:
         """Whether the record helps to answer the suite's question.
 
-        It does if the trial has a result.  It also does if the failure is itself an answer: DeepSpeed cannot run the
-        trial, or the trial was not run because it would exceed the suite's memory limit.
+        A trial with a result does.  So does a trial without a result if DeepSpeed cannot run it, or if it was not run
+        because it would exceed the suite's memory limit: both are answers.
         """
         if self.failure is None or self.failure.by is not None:
             return True

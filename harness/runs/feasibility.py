@@ -460,7 +460,7 @@ def check_folder(folder: Path) -> list[Record]:
     if foreign:
         raise Refusal(
             f"{folder}: holds {counted(len(foreign), 'record')} of other code (hash of sources "
-            f"{foreign[0].code.get('source')}, here {source}), and one suite cannot mix results of both; "
+            f"{foreign[0].code.get('source')}, here {source}), and a suite cannot mix results of two versions; "
             f"{_advice(folder)}"
         )
     check_writable(folder, f"{folder}: results folder")
@@ -506,7 +506,7 @@ def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Re
             old, new = before.get(name, "none")[:12], now.get(name, "none")[:12]
             raise Refusal(
                 f"{path}: was measured with another version of {input_text(trial, name)} (SHA-256 {old}, now {new}), "
-                f"and one suite cannot mix results of both; {_advice(folder)}"
+                f"and a suite cannot mix results of two versions; {_advice(folder)}"
             )
 
 
@@ -530,8 +530,8 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
     """Return an error message that says why a trial's units cannot be planned.
 
     ``error`` is the exception that the planning raised.  If the units need too much padding, the message also names the
-    setting that allows this padding.  If the trial's own policy would need less padding than the other policies of the
-    suite do, the message says this too.
+    setting that allows this padding.  Units are padded for the blocks of all policies in the suite; if this trial's
+    policy alone would be content with a smaller alignment, the message says so.
     """
     if not isinstance(error, PaddingError):
         return str(error)
@@ -596,9 +596,9 @@ def _batch_bytes(trial: Trial) -> int:
 
 
 def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield a sentence for each reason why this machine cannot run so many ranks, whatever the size of the model.
+    """Yield a sentence for each reason why this machine cannot run a trial's number of ranks, whatever its model.
 
-    The reasons are too few GPUs, or too little memory for so many processes.
+    Possible reasons are too few GPUs, or too little memory for so many processes.
     """
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"

@@ -1,12 +1,15 @@
 """Decides which trials a sweep runs next, batch by batch.
 
-The suite fixes the first batch of a sweep.  With ``repeats = "until 2 %"``, further batches follow, each with one more
-repeat.  A further batch has only those settings in which the confidence interval of some configuration's speed-up over
-the baseline is still too wide (trials of one setting differ only in configuration, seed and repeat).  Speed-ups and
-intervals are computed as in the report, from the same pairs of trials.
+The first batch of a sweep has all trials that the suite lists.  With ``repeats = "until 2 %"``, further batches follow.
+Each repeats some trials once more, until the confidence intervals of their speed-ups over the baseline are narrow, or
+the largest number of repeats is reached.
 
-Which trials a batch has depends only on the records of earlier batches.  A sweep that was interrupted therefore
-continues with the same batches.
+A further batch is decided setting by setting; the trials of one setting differ only in configuration, seed and repeat.
+A setting is repeated as long as the interval of any of its configurations is too wide.  Intervals are computed as in
+the report, from the same pairs of trials, but as if all trials had run at one occasion (without a restart of the
+machine or a long pause in between).
+
+A batch depends only on the records of earlier batches, so that an interrupted sweep continues with the same batches.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Batch:
 def batches(suite: Suite, sweeps: int, timing: Callable[[Trial], Timing | None]) -> Iterator[Batch]:
     """Yield the batches of trials that a suite's sweeps run, in order.
 
-    The caller must run all trials of a batch before it takes the next one, since the next depends on their timings.
+    The caller must run all trials of a batch before it takes the next batch, which depends on the trials' timings.
 
     Args:
         suite: The suite.
@@ -75,9 +78,10 @@ def batches(suite: Suite, sweeps: int, timing: Callable[[Trial], Timing | None])
 
 
 def single(suite: Suite, trial: Trial) -> Batch:
-    """Return the batch that has only one trial of a suite, with the trial's sweep and its place in the order of trials.
+    """Return a batch with a single trial of a suite, to run only this trial.
 
-    A repeat that a sweep may add (``repeats = "until ..."``) comes after all trials that its sweep runs in any case.
+    The batch also states the trial's sweep, and the trial's place in the order of all trials.  A trial that a sweep
+    runs only if intervals are too wide (``repeats = "until ..."``) is placed after all trials that are sure to run.
     """
     number, most = trial.repeat // suite.repeats.most, suite.repeats.most
     order = [each.id for sweep in range(number + 1) for each in suite.sweep(sweep)]
@@ -87,13 +91,13 @@ def single(suite: Suite, trial: Trial) -> Batch:
 
 
 def timing_of(record: Record | None) -> Timing | None:
-    """Return how long a trial's step, or its generation, typically takes, from its record.
+    """Return how long a trial's step, or its generation of a text, typically takes, from the trial's record.
 
-    - A trial that trains: the median over its timed steps.  The seconds of a step are those of its slowest rank.  If
-      the trial's policy has a schedule, the mean over the schedule's phases of each phase's median, weighted by the
-      number of timed steps.
-    - A trial that generates: the geometric mean over its timed generations.  The seconds of a generation are the sum
-      over its tokens, and the seconds of a token are those of its slowest rank.
+    - For a trial that trains: the median over the timed steps, where a step counts with the seconds of its slowest
+      rank.  If the policy has a schedule, a median is taken for each phase of the schedule, and the result is their
+      mean, weighted by the phases' numbers of timed steps.
+    - For a trial that generates: the geometric mean over the timed generations.  The seconds of a generation are the
+      sum over its tokens, where a token counts with the seconds of its slowest rank.
 
     Returns None if the record is missing or has no result.
     """
@@ -128,14 +132,14 @@ def _wide_trials(
     done: range,
     timing: Callable[[Trial], Timing | None],
 ) -> list[Trial]:
-    """Return the trials of one setting that must run once more, because some confidence interval is too wide.
+    """Return the trials of one setting that must run once more, because a speed-up's confidence interval is too wide.
 
-    Trials of one setting differ only in configuration (strategy and policy), seed and repeat.  The intervals are those
-    of speed-ups: the baseline's seconds over the seconds of each other configuration.
+    Trials of one setting differ only in configuration (strategy and policy), seed and repeat.  Each configuration but
+    the baseline has a speed-up: the baseline's seconds over its own seconds.
 
-    - If the baseline failed, or all intervals are narrow enough, the returned list is empty.
-    - If any interval is too wide, the list has all trials of the setting, so that each repeat contains the baseline.
-      Only configurations that failed are left out.
+    - If the baseline failed, or the intervals of all speed-ups are narrow, the returned list is empty.
+    - If any interval is too wide, the list has all trials of the setting, baseline included, except those of
+      configurations that failed.
 
     If the setting has several baselines, the one that changes the fewest fields of its preset is used.
 
@@ -197,10 +201,11 @@ def _half_widths(base: _Timings, configuration: _Timings, done: range) -> list[f
 
 
 def speed_up(base: _Timings, configuration: _Timings) -> Interval:
-    """Return a configuration's speed-up over the baseline with its interval, as a suite's page states it.
+    """Return a configuration's speed-up over the baseline with its confidence interval.
 
-    A pair is disturbed if one of its trials is.  Disturbed pairs are left out, unless all pairs are disturbed
-    (:func:`report.data.speedups.speedup`).
+    The result is the report's (:func:`report.data.speedups.speedup`) for trials of one occasion.  The trials of both
+    configurations with the same seed and repeat are a pair.  Pairs with a trial that other programs disturbed are left
+    out; if all pairs are disturbed, all are kept.
 
     Args:
         base: Timings of the baseline by (seed, repeat).

@@ -60,7 +60,9 @@ def place(trials: Sequence[Trial]) -> Place | None:
     if started is None and largest.launcher == "hosts":
         started = remote.place_of(largest.hosts)
     if started is None and largest.launcher == "slurm":
-        raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it with srun")
+        raise Refusal(
+            "cluster.launcher = 'slurm': this process is not in a Slurm job step; start it with srun"
+        )
     if started is None:
         raise Refusal(
             "cluster.launcher = 'torchrun': torchrun did not start this process; start on every host "

@@ -124,7 +124,7 @@ def _mean_loss(steps: Sequence[Step]) -> float:
 
 
 def _until_infinite(losses: Sequence[float]) -> list[float]:
-    """Return the losses before the first that is not finite."""
+    """Return the leading losses that are finite: all losses before the first infinity or NaN."""
     return [*itertools.takewhile(math.isfinite, losses)]
 
 
@@ -143,11 +143,11 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
-    """Return one check for each step and unit, from the errors that all ranks found.
+    """Merge the gradient errors of all ranks into one check for each step and unit.
 
-    The check has the number of elements that all ranks compared together, and the largest :attr:`GradientError.share`
-    of any rank.  A share is the difference of two elements over the difference that is allowed, so it should be at most
-    1.
+    A check has the number of elements that all ranks compared, and the largest :attr:`GradientError.share` of any rank:
+    the difference between the reduced gradient and a single process's, divided by the difference that is allowed.  The
+    share should be at most 1.
     """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:

@@ -75,9 +75,10 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
 def rank_memory(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial, *, backward: bool = True
 ) -> dict[str, int]:
-    """Predict the bytes of each part of a rank's memory (:func:`impl.plan.memory.memory`) over a trial's transport.
+    """Predict how many bytes each part of a rank's memory takes, with the transport and the micro-batches of a trial.
 
-    ``policy`` may differ from the trial's own policy.  ``backward`` is False for units that only run forward.
+    :func:`impl.plan.memory.memory` lists the parts.  ``policy`` may differ from the trial's own policy.  ``backward``
+    is False for units that only run forward.
     """
     transport, threads = trial.cluster.transport, trial.cluster.ranks == "threads"
 
@@ -127,8 +128,9 @@ def per_node_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
-    If timed steps send different numbers of bytes, the result is their mean.  With a bit budget, the result is an upper
-    bound: it holds for any choice of codecs, and it counts in every step the messages by which ranks choose codecs.
+    If timed steps send different numbers of bytes, the result is their mean.  With a bit budget, which chooses codecs
+    during training, the result is an upper bound: it holds for any choice, and in every step it counts the messages by
+    which ranks choose codecs.
 
     Args:
         policy: The trial's policy.
@@ -160,10 +162,18 @@ def per_node_bytes(
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
-        """Return the predicted ledgers of a rank, and the bytes that it sends in one step over each kind of link.
+        """Predict the bytes that a rank sends in one step.
 
-        The step has the policy ``phase`` and comes after the passes ``before``.  The list of ledgers is empty if the
-        policy runs inside a host engine.
+        For judges, and with a user's own gather, all timed steps together take the place of the step.
+
+        Args:
+            rank: Number of the rank.
+            phase: The policy that is in force in the step.
+            before: The passes that the rank runs before the step.
+
+        Returns:
+            (the predicted ledgers, from which the bytes were computed; the bytes of the step by kind of link).  The
+            list of ledgers is empty if FSDP2 or DDP runs the policy.
         """
         books = list[Book]()
 
@@ -208,13 +218,16 @@ def per_node_bytes(
 def _step(
     none: Mapping[_Key, int], first: Mapping[_Key, int], both: Mapping[_Key, int], later: int
 ) -> dict[_Key, int]:
-    """Return the bytes of one step, computed from bytes that were counted cumulatively.
+    """Return the bytes of a step with any number of micro-batches, from the bytes of steps with one and with two.
+
+    Each micro-batch after the second is assumed to send as much as the second.  In workloads ``generate`` and ``rlhf``,
+    generated tokens take the place of micro-batches.  Byte counts are cumulative, and keyed by kind of message.
 
     Args:
         none: Bytes sent before the step.
-        first: Bytes sent until the end of its first micro-batch (or token).
-        both: Bytes sent until the end of its second micro-batch (or token).
-        later: Number of micro-batches (or tokens) after the first; each sends as much as the second.
+        first: Bytes sent until the end of a step with one micro-batch.
+        both: Bytes sent until the end of a step with two micro-batches.
+        later: Number of micro-batches in the step, minus one.
     """
     return {
         key: first.get(key, 0) - none.get(key, 0) + later * (size - first.get(key, 0))
@@ -225,12 +238,12 @@ def _step(
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
     """Return the passes (``forward``, ``backward`` and so on) of a step with one micro-batch, and of a step with two.
 
-    The bytes of a step with more micro-batches are extrapolated from the bytes of these two steps.  In workloads
-    ``generate`` and ``rlhf``, generated tokens take the place of micro-batches.
+    From the bytes of these two short steps, :func:`_step` extrapolates to the trial's number of micro-batches.  In
+    workloads ``generate`` and ``rlhf``, generated tokens take the place of micro-batches.
 
     Returns:
-        ``((first, both), later)``.  ``first`` has the passes of the step with one micro-batch, and ``both`` the passes
-        of the step with two.  ``later`` is the number of micro-batches after the first in a step of the trial.
+        ``((first, both), later)``: the passes of the step with one micro-batch, the passes of the step with two, and
+        the trial's number of micro-batches in a step, minus one.
     """
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
@@ -242,17 +255,20 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
-    """Return (number of timed steps, policy, passes before the step) for each kind of step.
+    """Sort a trial's timed steps into kinds that send the same bytes, so that one step of each kind can be predicted.
 
-    Steps are of the same kind if they send the same bytes.  To predict one step of a kind, the passes before the step
-    are predicted first, since they leave the state in which such a step begins.
+    The bytes of a step may depend on the passes before it.  The result therefore also has the passes that lead to the
+    state in which a step of the kind begins.
 
-    - If the policy sends differences (how far weights have moved since they were last sent), there are two kinds: steps
-      that send whole weights, and steps that send differences.  Before a step of the second kind, the passes of one
-      step that sends whole weights are predicted.
     - With local steps, :func:`_local_beginnings` gives the kinds.
-    - With a schedule, all steps that have the same policy are one kind.
-    - In all other trials, all steps are one kind.
+    - With a schedule, steps with different policies are of different kinds.
+    - If the policy sends differences (the changes of weights since they were last sent), steps that send whole weights
+      and steps that send differences are of different kinds.  A step of the second kind begins after the passes of one
+      step that sends whole weights.
+    - In all other trials, all steps are of one kind.
+
+    Returns:
+        For each kind, (number of timed steps, policy of the step, passes before the step).
     """
     if (local := policy.local_steps) is not None:
         kinds_apart = _local_beginnings(local, meeting_steps(policy), trial)
@@ -279,17 +295,20 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, passes before the step) for each kind of step of a trial with local steps.
+    """Sort the timed steps of a trial with local steps into kinds that send the same bytes.
 
-    With local steps, groups of ranks train apart from one another, in rounds of ``local`` steps.  In each round, the
-    groups exchange weights after the steps whose numbers are in ``meeting``.  Each of these numbers is a kind of its
-    own, and all steps that no exchange follows are one further kind.  With 4 steps in a round and an exchange after the
-    4th, there are two kinds: the 4th steps of all rounds, and all other steps.
+    With local steps, groups of ranks train apart, in rounds of ``local`` steps, and exchange weights after some steps
+    of each round.  All steps without an exchange are one kind.  Each step of a round with an exchange is a kind of its
+    own.  For example, if a round has 4 steps and an exchange after the 4th, there are two kinds: the 4th steps of all
+    rounds, and all other steps.
 
     Args:
         local: Number of steps in a round.
-        meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
+        meeting: The steps of a round, counted from 1, after which groups exchange weights.
         trial: The trial.
+
+    Returns:
+        For each kind, (number of timed steps, passes before the step).
     """
     end = trial.warmup + trial.steps
     timed = {step: (end - step) // local - (trial.warmup - step) // local for step in meeting}

@@ -90,7 +90,10 @@ class Display:
         self.progress(Progress("set-up"))
 
     def progress(self, progress: Progress) -> None:
-        """Show the progress of the current trial; print its ``text`` if no trial has reported the same before."""
+        """Show the progress of the current trial in the live line, and print its ``text`` once.
+
+        The text is not printed if it is empty, or if this or an earlier trial has reported the same text before.
+        """
         step = f" {progress.step}/{progress.steps}" if progress.steps else ""
         left = f" (about {eta} left)" if (eta := self._eta()) else ""
         shown = f"[{self._done + 1}/{self._trials}] {progress.stage}{step}{left} {self._name}"

@@ -135,14 +135,15 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return a function that checks each command from node 0, before this node carries the command out.
+    """Return a function that checks each command from node 0 before this node carries it out.
 
-    The function is called with the command's argument and its :class:`~harness.cluster.rank_processes.Launch`.  If the
-    argument is an :class:`Assignment`, the function replaces the assignment's trial by the trial of ``suite`` that has
-    the same id.  A rank imports the modules that its trial names; so these names always come from this node's own
-    suite file, and never from another process.  Any other argument is returned unchanged.
+    A rank imports the modules that its trial names.  The check makes sure that these names come from this node's own
+    suite file, and not from another process.
 
-    The function raises a Refusal if ``suite`` has no trial with this id, or no trial that uses the command's transport.
+    The function gets the command's argument and its :class:`~harness.cluster.rank_processes.Launch`, and returns the
+    argument to use.  If the argument is an :class:`Assignment`, its trial is replaced by the trial of ``suite`` with
+    the same id, and its folder by this node's folder.  Any other argument is returned unchanged.  The function raises a
+    Refusal if ``suite`` has no trial with this id, or no trial that uses the command's transport.
 
     Args:
         suite: The suite as this node has read it from its own file.
@@ -345,17 +346,16 @@ class TrialRun:
         return outcome if trial.measures_time else without_seconds(outcome)
 
     def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
-        """Note in ``checked`` the seconds that the witness clock has measured during the timed steps.
+        """Copy the times that the witness clock has measured into ``checked``.
 
-        The witness clock (:mod:`harness.witness.witness_clock`) is a second clock around the steps, with which the
-        recorded seconds of the steps are compared later.
+        The witness clock (:mod:`harness.witness.witness_clock`) is a second clock, with which the recorded times are
+        compared later.  It sorts a rank's time into kinds, such as ``step`` and ``check``.
 
         Args:
-            before: Seconds of each kind (such as ``check``) that the witness clock had measured before the first timed
-                step.
-            laps: Seconds from the beginning of the first timed step to the end of the last, by the witness clock.
-                Validations between these steps are included.
-            passed: The same seconds, by ``time.monotonic()``.
+            before: The time of each kind until the first timed step began.
+            laps: Seconds from the beginning of the first timed step to the end of the last by the witness clock, with
+                the validations in between.
+            passed: The same span of time by ``time.monotonic()``, in seconds.
         """
         checked, witness = self.checked, self.witness
         checked.steps, checked.laps, checked.passed = witness.steps, laps, passed
@@ -368,7 +368,10 @@ class TrialRun:
         checked.sleeps_counted = witness.counts_sleep and self.device.type == "cpu" and not user_code
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
-        """Return a context that samples power and use of this node's GPUs; only the node's first rank samples them."""
+        """Return a context manager that samples power and utilisation of this node's GPUs, on the node's first rank.
+
+        On the node's other ranks, and in trials on the CPU, the context manager does nothing.
+        """
         uuids = []
         if self.rank.first_of_node and self.device.type == "cuda" and self.trial.measures_time:
             first, count = self.device.index, torch.cuda.device_count()
@@ -519,12 +522,12 @@ class TrialRun:
             all_ranks.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
-        """Return the counts of what this node has sent so far; all ranks must call this method.
+        """Read what this node's network devices have sent so far; all ranks must call this method.
 
         Returns:
-            (3,): bytes of the node's interface, packets of the node's interface, and bytes of the node's InfiniBand and
-            RoCE adapters.  Only the node's first rank reads them; all other ranks return zeros.  The interface is read
-            only if it is in a network namespace, where no other program uses it; otherwise its counts are 0.
+            (3,): bytes of the node's network interface, packets of this interface, and bytes of the InfiniBand and
+            RoCE adapters that NCCL may use.  The node's first rank reads these counters; the other ranks return zeros.
+            The interface's two counts are 0 unless it is in a network namespace, where no other program uses it.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -549,7 +552,10 @@ class TrialRun:
         return machine.hca_sent_bytes([name for name in self.rank.port.hcas.split(",") if name])
 
     def _counted_training(self) -> NDArray[np.int64]:
-        """Return what :meth:`_count` has counted in training so far, without setup, checks and evaluations."""
+        """Return what this node's network devices have sent in training so far, as an array like :meth:`_count`.
+
+        Setup, checks and evaluations are left out.
+        """
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:
@@ -654,9 +660,9 @@ def _shared_dataset(trial: Trial, rank: Rank) -> Dataset | None:
 
 
 def without_seconds(outcome: Outcome) -> Outcome:
-    """Return a thread rank's outcome without seconds.
+    """Return a copy of a rank's outcome without any times, for a rank that ran as a thread.
 
-    The seconds of a thread rank mean nothing, because other ranks ran in them too.
+    Ranks that are threads take turns, so that a time measured on one rank includes the work of other ranks.
     """
     record, checked = outcome.record, outcome.checked
     nothing: dict[str, Any] = dict.fromkeys(("total", "forward", "backward", "optimizer"), 0.0)

@@ -1,22 +1,24 @@
 """Compares a trial with a single process and with exact values, outside of the time that is measured.
 
-- Before training: the sharded model's loss and reduced gradients are compared with the loss and gradients of a single
-  process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).  Further repeats of a trial may leave this out
-  (:func:`compares_first`).
-- Before the first, a middle and the last step, if the suite measures errors: all messages of the step are compared with
-  exact values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are
-  also compared again, with a single process that has the masters (the fp32 weights) of this step.
-- In one step of the second half, the *drawn* step, in trials that train with our engine.  Seed and repeat decide which
-  step this is, and which unit (parameters that are gathered and reduced together) is checked.  Before the step, the
-  gathered weights of this unit, and hpZ's copy of them, are compared with the masters.  One gradient of the unit is
-  reduced, and the messages of this reduction are compared with what the reference codecs encode.  After the step's
-  backward passes, its loss and the gradients of all units are compared with those that a single process computes.
-- After the drawn step, if Muon steps the model: the step of one whole matrix is computed again, and compared.
-- After the last step, if the suite measures errors: a grid of codecs is tried on the trained weights and gradients,
-  without messages (:mod:`harness.measure.quantisation_error`).
+Four terms are used here.  The *masters* are the engine's fp32 weights.  A *unit* is a set of parameters that are
+gathered and reduced together.  A *rehearsal* runs the passes of a step before the step itself, to compare its messages,
+and changes nothing that training depends on.  The *drawn step* is one step in the second half of the trial, chosen at
+random by the trial's seed and repeat.
 
-To compare the messages of a step, the passes of the step are run once more before the step: a *rehearsal*.  A rehearsal
-changes nothing that training depends on.
+A trial makes these comparisons:
+
+- Before training, loss and reduced gradients of the sharded model, in evaluation mode, are compared with those of a
+  single process (:mod:`harness.measure.gradient_bounds`).  Some repeats leave this out (:func:`compares_first`).
+- If the suite measures errors, the first, a middle and the last step are rehearsed, and all messages of the rehearsals
+  are compared with exact values (:mod:`harness.measure.communication_error`).  If our engine trains, loss and gradients
+  of the middle and the last step are also compared with those of a single process that has the same masters.
+- If our engine trains, one unit is checked before the drawn step; seed and repeat choose the unit.  Its gathered
+  weights, and hpZ's copy of them, are compared with its masters.  Its gradient is reduced once, and the messages of
+  this reduction are compared with what the reference codecs encode.
+- After the backward passes of the drawn step, the step's loss and the gradients of all units are compared with those of
+  a single process.  If Muon is the optimizer, its step of one whole matrix is recomputed afterwards, and compared.
+- If the suite measures errors, a grid of codecs is tried on the trained weights and gradients after the last step.
+  Nothing is sent for this (:mod:`harness.measure.quantisation_error`).
 """
 
 from __future__ import annotations
@@ -190,9 +192,10 @@ class Comparison:
                 self._first = self._single_process(model)
 
     def before_training(self, strategy: Strategy) -> None:
-        """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``.
+        """Compare the sharded model's loss and reduced gradients with those of a single process.
 
-        Nothing is compared if a later step, the drawn step, is compared instead (:func:`compares_first`).
+        The results are noted in ``compared``.  Nothing is done if only a later step is to be compared
+        (:func:`compares_first`).
         """
         if self._first is not None:
             with counted(self.compared.costs, "before training"):
@@ -222,14 +225,15 @@ class Comparison:
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values.
 
-        A rehearsal runs the passes of the step, but changes nothing that training depends on.  For all steps but step
-        0, the loss and the gradients of our engine are also compared with a single process.
+        A rehearsal runs the passes of the step, but changes nothing that training depends on.  If our engine trains and
+        the step is not step 0, loss and gradients are also compared with a single process
+        (:meth:`_compare_later_step`).
 
         Args:
             index: Number of the step.
             strategy: The strategy.
-            checks: The rank's checks of training.  They keep the rehearsed gradients, and compare the step's gradients
-                with them later.
+            checks: The rank's checks of training.  They keep the gradients of the rehearsal, to compare them later with
+                the gradients of the step itself.
         """
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
@@ -250,23 +254,24 @@ class Comparison:
     def before_drawn_step(
         self, index: int, strategy: Strategy, zero: Zero, count: Callable[[], NDArray[np.int64]]
     ) -> None:
-        """Check one unit's gathered weights before step ``index``, and prepare the comparison of the step itself.
+        """Check one unit's weights before step ``index``, and prepare the comparison of the step with a single process.
 
-        The weights are compared with the unit's masters (its fp32 weights).  Seed and repeat decide which unit is
-        checked.  Faults are noted in ``compared``.  Then the step is treated in one of three ways:
+        First, the gathered weights of one unit are compared with the unit's masters (its fp32 weights).  The trial's
+        seed and repeat choose the unit.  Faults are noted in ``compared``.  The second part depends on the trial:
 
-        - If the policy sends differences or has a bit budget, the step is not compared with a single process.
-        - If the trial's model or method is the user's own, this method rehearses the step, and compares the rehearsal
-          with a single process.  In this rehearsal, ranks read only the first sequence of each of their batches.
-        - Otherwise, a single process computes the loss and the gradients that the step should give.  After the step,
+        - If the policy sends differences of weights or has a bit budget, there is no comparison with a single process.
+        - If the model, the reduction or the gather is the user's own, this method makes the comparison itself: it runs
+          the passes of the step as a rehearsal, and compares the rehearsal with a single process.  To save time, each
+          batch is cut to its first sequence.
+        - In all other trials, a single process computes the loss and gradients that the step should give, and
           :meth:`compare_drawn_step` compares the step with them.
 
         Args:
             index: Number of the step.
             strategy: The strategy.
             zero: The strategy's engine.
-            count: Returns counts of what this node has sent so far; element 0 has the bytes of the node's interface, or
-                0 if they are not known.  All ranks must call this function at once.
+            count: Returns what this node has sent so far, as an array.  Element 0 has the bytes of the node's network
+                interface, or 0 if they are not known.  All ranks must call this function at once.
         """
         self.rank.report(Progress("checking a drawn step"))
         units = [unit for unit in zero.units if unit.geometry.trainable] or zero.units
@@ -295,13 +300,11 @@ class Comparison:
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
-        """Compute what step ``index`` should give: its loss, and the mean gradients of all units.
+        """Compute the loss and mean gradients that step ``index`` should give, for :meth:`compare_drawn_step`.
 
-        An unsharded model computes them; :meth:`compare_drawn_step` uses them later.
-
-        This rank's gradient of ``unit`` is then reduced once, so that an observer can compare the messages of a
-        reduction with exact values.  The messages of the step itself are not observed, since this would take time in a
-        timed step.
+        An unsharded model computes them.  Then this rank's gradient of ``unit`` is reduced once with the engine, so
+        that the observer of the rehearsal sees the messages of a reduction.  The messages of the step itself are not
+        observed, because this would take time in a timed step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
             model, _ = self._same_masters(zero)
@@ -313,11 +316,11 @@ class Comparison:
         self._awaited = replace(expected, sharded=None), gradient
 
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
-        """Compare the reduced gradients of step ``index`` with the gradients that a single process has computed for it.
+        """Compare the reduced gradients of the drawn step with those that a single process has computed for it.
 
-        Call this method after the backward passes of every step, before the optimizer's step.  It acts only in the one
-        step that :meth:`before_drawn_step` has prepared.  It sends no message.  The difference is noted in
-        ``compared``.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
+        Call this method in every step, after the backward passes and before the optimizer's step.  It does nothing
+        except in the one step that :meth:`before_drawn_step` has prepared.  It sends no message.  The difference is
+        noted in ``compared``.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
         """
         if self._awaited is None or index != self.drawn:
             return
@@ -334,11 +337,11 @@ class Comparison:
         self.compared.gradient_errors = [error for error in errors if error.step != index]
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
-        """Return an observer of one matrix that Muon updates, so that :meth:`after_step` can compute one step again.
+        """Return an observer of one matrix that Muon updates; :meth:`after_step` uses its notes to check one step.
 
-        The observer (:class:`MatrixWitness`) notes this rank's part of the matrix, of its momentum and of its gradient
-        in one step.  Seed and repeat decide which matrix and which step.  Returns None if no step is to be computed
-        again, or if this rank's optimizer is not Muon.
+        In the checked step, the observer (:class:`MatrixWitness`) notes this rank's part of the matrix, of its momentum
+        and of its gradient.  The trial's seed and repeat choose the matrix and the step.  Returns None if no step is to
+        be checked, or if this rank's optimizer is not Muon.
         """
         if self.stepped_again is None or not isinstance(optimizer, Muon):
             return None
@@ -352,13 +355,13 @@ class Comparison:
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
     def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
-        """Compute Muon's step ``index`` of one matrix again, on the whole matrix, and compare it with training.
+        """Recompute Muon's step of one whole matrix, and compare the result with the matrix after step ``index``.
 
         ``witness`` has noted this rank's part of the step (:meth:`watched_matrix`).  All ranks must call this method.
 
         Returns:
-            A sentence on the element in which training differs most from this computation.  None if all elements are
-            within the tolerance, or if the optimizer skipped the step.
+            A sentence on the element that differs most.  None if all elements are within the tolerance, or if the
+            optimizer skipped the step.
         """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
@@ -385,11 +388,12 @@ class Comparison:
         )
 
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
-        """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
+        """Compare loss and reduced gradients of a rehearsal of step ``index`` with those of a single process.
 
-        The single process encodes the weights once, with the codecs of the policy.  It would therefore find other
-        values in three cases, which are not compared: policies that send differences, policies whose codecs a bit
-        budget chooses, and the gradients of policies with error feedback.
+        The single process has the same masters (fp32 weights), and encodes them once with the policy's codecs.  It
+        cannot reproduce what the engine keeps from earlier steps.  Nothing is therefore compared if the policy sends
+        differences of weights or has a bit budget.  Gradients are not compared if the policy has error feedback, or if
+        a user's own reduction keeps values from earlier steps.
         """
         if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
@@ -401,18 +405,20 @@ class Comparison:
     def _compare_passes(
         self, index: int, strategy: Strategy, zero: Zero, data: Batches, unit: UnitGeometry | None = None
     ) -> ComparedLoss:
-        """Compare a rehearsal of step ``index`` with a single process, and return the single process's losses.
+        """Run the passes of step ``index``, and compare their loss and gradients with those of a single process.
+
+        Call this inside a rehearsal, which restores everything that training depends on.
 
         Args:
             index: Number of the step.
-            strategy: The strategy, inside a rehearsal.
-            zero: The strategy's engine, which has the masters.
-            data: Where batches come from.  For the drawn step (the one step that seed and repeat choose for a check),
-                it may give only a part of each batch.
-            unit: The unit that is checked in the drawn step; None if step ``index`` is not the drawn step.
+            strategy: The strategy.
+            zero: The strategy's engine, from which the single process gets its weights.
+            data: The batches to use.  In the drawn step (the one step that seed and repeat choose for a check), these
+                may be only a part of the trial's batches.
+            unit: The unit that is checked in the drawn step; None in other steps.
 
         Returns:
-            The losses of the single process.  With a ``unit``, the field ``trained`` is computed from the step's whole
+            The losses of the single process.  In the drawn step, the field ``trained`` is the loss of the trial's whole
             batches; it is None for a user's own model.
         """
         model, gathered = self._same_masters(zero)
@@ -430,10 +436,12 @@ class Comparison:
         return expected
 
     def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return (model, gathered): an unsharded model with the engine's masters, and the weights that it is to use.
+        """Build an unsharded model from the engine's masters (fp32 weights).
 
-        ``gathered`` has the weights that a user's own gather returns for these masters; it is None without such a
-        gather.  The engine gathers the same weights again in its next passes, since the masters do not change before.
+        Returns:
+            (model, gathered).  With a user's own gather, ``gathered`` has the weights that this gather returns for the
+            masters, with which the model is to compute; the engine's next passes gather the same weights.  Without
+            one, it is None.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
@@ -449,10 +457,10 @@ class Comparison:
         return model, communication_error.gathered_weights(zero) if own else None
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Note in ``compared`` the errors of a grid of codecs on the trained weights and gradients.
+        """Measure the errors of a grid of codecs on the trained weights and gradients, and note them in ``compared``.
 
-        The gradients come from the passes of one further step, after which the optimizer does not change the weights.
-        Without our engine, or if the suite measures no errors, nothing is done.
+        The gradients are computed by the passes of one further step, whose optimizer step is left out.  Nothing is done
+        without our engine, or if the suite measures no errors.
         """
         if strategy.zero is None or not self.measures:
             return
@@ -478,11 +486,11 @@ class Comparison:
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: The unit that is checked, if ``step`` is the drawn step (the one step that seed and repeat choose for
-                a check); else None.  With a unit, this rank's own gradient of the unit is kept as ``latest`` in the
-                result.  The loss with fp32 weights is then not computed, and ``reference`` of the result equals
-                ``expected``.
-            gathered: The weights that a user's own gather returned for forward and backward passes; else None.
+            unit: The unit that is checked if ``step`` is the drawn step, the one step that seed and repeat choose for a
+                check; None in other steps.  With a unit, the returned gradient also keeps this rank's own gradient of
+                the unit, as ``latest``.  The loss with fp32 weights is then not computed; the field ``reference`` of
+                the losses equals ``expected`` instead.
+            gathered: The weights that a user's own gather returned for forward and backward passes; None without one.
 
         Returns:
             (losses on this rank's batches, mean gradient of all ranks).  The gradient is None if the trial only
@@ -497,7 +505,10 @@ class Comparison:
         except Exception as error:  # an error of a user's own model becomes a Refusal, unless memory ran out
             if ":" not in trial.model.name or kind_of(error) != "crashed":
                 raise
-            raise Refusal(f"model {trial.model.name!r} raised {raised(error)}") from error
+            raise Refusal(
+                f"model {trial.model.name!r} raised {raised(error)}; its forward() gets a batch's inputs and targets, "
+                "and must return their loss"
+            ) from error
         # Layouts stay None for DeepSpeed, which does not show its reduced gradients.
         layouts: Sequence[Layout] | None = None
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
@@ -566,20 +577,20 @@ class Comparison:
         policy: Policy | None,
         unit: UnitGeometry | None,
     ) -> tuple[float, FirstGradient]:
-        """Compute this rank's mean loss of a step's batches, and the mean gradient of all ranks.
+        """Compute this rank's mean loss of a step's batches, and the gradient averaged over all ranks.
 
-        With local steps, the gradient is the mean over this rank's state group.
+        With local steps, the gradient is averaged over this rank's state group, which trains apart from other groups.
 
         Args:
             model: The unsharded model.
             layouts: How gradients are sharded.
             data: Where batches come from.
             step: The step whose batches are used.
-            columns: Weights by the parameter's name.  Backward passes compute with these weights in place of the
-                model's own.  The dict is empty if ``policy.planes`` is 1 and the gather is not the user's own.
-            policy: The policy of the step; None for a peer.
-            unit: The unit whose gradient on this rank, of the last micro-batch, is kept as ``latest`` in the result;
-                None to keep none.
+            columns: By parameter name, the weights with which backward passes compute in place of the model's own.
+                Empty if ``policy.planes`` is 1 and the gather is not the user's own.
+            policy: The policy of the step; None if another engine trains (a peer, such as DDP).
+            unit: A unit whose gradient on this rank, of the last micro-batch, is kept as ``latest`` in the result; None
+                to keep none.
 
         Returns:
             (mean loss, mean gradient).
@@ -613,16 +624,16 @@ class Comparison:
 
 
 def compares_first(trial: Trial, drawn: int | None) -> bool:
-    """Return whether a trial is compared with a single process before training.
+    """Return whether a trial's loss and gradients are compared with a single process's before training begins.
 
-    In most trials one later step, the *drawn* step, is compared with a single process.  Seed and repeat decide which
-    step this is.  The comparison before training is then left out.  It is made nevertheless if
+    Most trials make this comparison only during training, in one step that is chosen at random from seed and repeat
+    (the *drawn* step).  A trial makes the comparison before training if one of these is true:
 
-    - the trial is the first repeat;
-    - another engine trains the model or hosts the policy, or no step is drawn;
-    - the loss or the gradients of the drawn step are not always compared: with differences, error feedback, a bit
-      budget or a loss scale;
-    - the trial has no warm-up steps, so that the first passes of the process would be those of a timed step.
+    - it is the first repeat;
+    - a peer such as DDP trains the model, FSDP2 or DDP runs the policy, or no step is drawn;
+    - the policy of the drawn step has differences, error feedback, a bit budget or a loss scale, with which the drawn
+      step's loss or gradients are not always compared;
+    - it has no warm-up steps, so that otherwise the first passes of the process would be timed.
 
     Args:
         trial: The trial.
@@ -695,10 +706,13 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
 def _rehearsal(
     strategy: Strategy, unit: str | None = None
 ) -> Iterator[communication_error.ReductionObserver]:
-    """Context in which passes send the messages of a step without changing what training depends on.
+    """Make passes inside the context send the messages of a training step, but have no effect on later training.
 
-    Gradients, buffers, random states and the state of codecs are restored when the context ends.  Yields an observer of
-    the messages of ``unit``, or of all units if ``unit`` is None.
+    When the context ends, gradients and gathered weights are dropped, and buffers, random states and the state of
+    codecs are restored.
+
+    Yields:
+        An observer of the reductions of the unit named ``unit``, or of all units if ``unit`` is None.
     """
     assert strategy.wire is not None  # noqa: S101  # callers compare only trials with a wire
     observed, device = communication_error.ReductionObserver(unit), next(strategy.model.parameters()).device
@@ -708,20 +722,22 @@ def _rehearsal(
 
 
 def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.int64]]) -> str | None:
-    """Gather a unit's weights as backward passes do; return a sentence if this sent bytes between nodes despite hpZ.
+    """Check that hpZ's backward gather of a unit sends no weights between nodes; return a sentence if it does.
 
-    With hpZ inside nodes, each node keeps a copy of the weights, so that the gather should send bytes only inside
-    nodes.  The bytes are read from the node's network interface, so that the check depends neither on the plan nor on
-    the ledger.
-
-    The result is None in three cases: the gather sent no bytes between nodes, the policy has no hpZ inside nodes, or
-    this rank's node has no network interface of its own, so that the bytes are not known.
+    With hpZ inside nodes, each node keeps a copy of the weights, so that a backward gather needs no other node.  This
+    function gathers the unit's weights once as in forward and once as in backward.  It reads the bytes from the node's
+    network interface, independently of the engine's own counts.  The backward gather may send at most half as much as
+    the forward gather, or 4096 bytes if this is more.  All ranks must call this function together.
 
     Args:
         zero: The engine.
         name: Name of the unit.
-        count: Returns counts of what this node has sent so far; element 0 has the bytes of the node's interface, or 0
-            if they are not known.  All ranks must call this function at once.
+        count: Returns what this node has sent so far.  Element 0 is the bytes of the node's network interface, or 0 if
+            these bytes are not known.
+
+    Returns:
+        A sentence with the bytes that were sent.  None if the gather sent no weights between nodes, if the policy has
+        no hpZ inside nodes, or if the node has no network interface of its own, so that its bytes are not known.
     """
     topology = zero.wire.mesh.topology
     if (
@@ -749,16 +765,20 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
-    """Return, for each unit, how its reduced gradient on this rank differs from ``gradient``, a single process's."""
+    """Compare this rank's reduced gradients with ``gradient``, the gradient that a single process computed.
+
+    Returns:
+        The error of each unit's gradient.  Units of which nothing could be compared are left out.
+    """
     scale = strategy.loss_scale
     errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)
     return [error for error in errors if error is not None]
 
 
 def _type_of(trial: Trial) -> Dtype:
-    """Return the less precise of the two types in which a library such as DDP computes and sends in a trial.
+    """Return the less precise type in which a peer (a library such as DDP) computes or sends: ``bf16`` or ``fp32``.
 
-    If our own engine trains the trial, and not such a library (a peer), the result is fp32.
+    The type is ``bf16`` if the peer computes in bf16 or sends messages in bf16.  For all other trials it is ``fp32``.
     """
     if trial.strategy not in PEERS:
         return "fp32"

@@ -1,8 +1,9 @@
 """Starts a suite on a Slurm cluster: submits a job that runs all its trials, or runs them in the present job.
 
-Outside of a job, :func:`submit` submits a command line of ``zeropp`` through submitit.  In a job, but not in a program
-that ``srun`` started there, as in the shell of ``salloc``, :func:`step` starts the command line on all nodes with
-``srun``.  Slurm calls the programs that one ``srun`` starts a job step.
+- Outside of a Slurm job, :func:`submit` submits a command line of ``zeropp`` as a new job, through submitit.
+- In a job's own shell, such as the shell of ``salloc``, :func:`step` starts the command line on all nodes with
+  ``srun``.  Slurm calls the processes that one ``srun`` starts a job step.
+- In a process that ``srun`` has already started, neither function is needed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Job:
         return subprocess.run([*_COMMAND, *self.arguments], check=False).returncode
 
     def checkpoint(self) -> Any:
-        """Return a submission of the same command line; submitit calls this method at a time limit or preemption.
+        """Tell submitit to submit the same command line again when the job reaches its time limit or is preempted.
 
-        The new job continues the suite, since trials that have records are not run again.
+        submitit calls this method and submits what it returns.  The new job continues the suite, since trials that
+        have records are not run again.
         """
         import submitit
 
@@ -92,9 +94,9 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
 
 
 def step(arguments: Sequence[str], nodes: int) -> None:
-    """Replace this process by ``srun``, which starts the command line in a job step with one process per node.
+    """Replace this process by ``srun``, which starts the command line once on each node.
 
-    This process must be inside a Slurm job, and in none of its job steps: ``srun`` must not have started it.
+    This process must be inside a Slurm job, and ``srun`` must not have started it.
 
     Args:
         arguments: The command line after ``zeropp``.

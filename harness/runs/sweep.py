@@ -1,9 +1,9 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-Before the trials of a batch run, each trial gets a *blank*: its record with everything that is known beforehand, such
-as predictions and facts on the machine.  When the trial ends, its measurements are added and the record is written.  A
-trial that fails is recorded too.  The sweep then goes on, or does what the suite's ``on_failure`` says.  After Ctrl-C
-the current trial is recorded as interrupted; the same command runs this trial again and continues.
+Before a trial runs, its record is prepared with everything that is known beforehand, such as predictions and facts on
+the machine (the trial's *blank*).  When the trial ends, its measurements are added and the record is written.  A trial
+that fails is recorded too.  The suite's ``on_failure`` decides whether it is retried, and whether the sweep goes on.
+After Ctrl-C the current trial is recorded as interrupted; the same command runs this trial again and continues.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run_sweep(
     total: int = 0,
     on: Machine | None = None,
 ) -> SweepOutcome:
-    """Run the trials that have no record in ``results``, in order, and count them by outcome.
+    """Run the trials that have no record in ``results``, in order, and count the trials by outcome.
 
     Args:
         suite: The suite.
@@ -78,7 +78,7 @@ def run_sweep(
         console: Where progress is printed.
         nodes: The nodes that a launcher started; None if all ranks run on this machine.
         retry_failed: Whether to run trials again that failed in an earlier run.
-        total: Number of trials that are known to come, which the display shows.
+        total: Number of trials that are known in advance, with and without a record, for the progress display.
         on: The machine for which the duration of steps is predicted and recorded; None for no prediction.
 
     Returns:
@@ -109,7 +109,9 @@ def run_sweep(
 
 @contextlib.contextmanager
 def locked(results: Path) -> Iterator[None]:
-    """Hold the lock of a results folder during the body of ``with``, so that only one run writes there; also on NFS.
+    """Lock a results folder during the body of ``with``, so that only one run at a time writes into it.
+
+    The lock also works on NFS.  The folder is created if it does not exist.
 
     Raises:
         RecordError: If another run holds the lock, or the folder cannot be written.
@@ -143,7 +145,7 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     Args:
         results: The results folder.
         trial: The trial.
-        pool: The hash of this machine and code, which records have in their field ``pool``.
+        pool: A hash of this machine and of the code.  It is compared with the field ``pool`` of the trial's record.
     """
     path = path_of(results, trial.id)
     if not path.exists():
@@ -175,9 +177,10 @@ class _Sweep:
     _code: dict[str, Any] = field(default_factory=machine.code)
 
     def renew(self) -> None:
-        """Bring role, answer and margin of all records up to date, if the suite's question has changed since.
+        """Rewrite records whose comparison settings (role, answer and margin) differ from those of the suite file.
 
-        Records of sweeps that this run does not ask for are renewed too, since a report compares all of them.
+        The settings differ if the suite's author changed them after the record was written.  Records of all sweeps are
+        rewritten, not only of those that this run asks for, since a report compares all of them.
         """
         records = read_valid(self.results)[0]
         known = self.suite.all_repeats(1 + max((record.sweep for record in records), default=0))
@@ -188,11 +191,11 @@ class _Sweep:
                     write(self.results, record.model_copy(update=fields))
 
     def missing(self, batch: Batch) -> list[Trial]:
-        """Return the trials of a batch that have to run, and prepare a blank (a record to fill in) for each.
+        """Return the trials of a batch that have to run, and prepare for each a record without measurements.
 
         Raises:
             Refusal: If other trials of the sweep ran on another machine, or with other versions of Python, torch or the
-                code.  Trials of two configurations would then differ in more than their configurations.
+                code.  A comparison of their results with results of this run would be unfair.
         """
         why, pool = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
@@ -230,7 +233,8 @@ class _Sweep:
     def run_and_write(self, trial: Trial) -> bool:
         """Run one trial, with the retries that the suite asks for, and write its record.
 
-        Returns whether the sweep must end, because ``on_failure`` of the suite says so.
+        Returns:
+            True if the trial failed and the suite's ``on_failure`` ends the sweep after such a failure.
         """
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
@@ -251,19 +255,32 @@ class _Sweep:
         return stops
 
     def _response(self, record: Record) -> FailureResponse:
-        """Return the suite's response to a trial's outcome: how many retries, and whether the sweep then stops."""
+        """Return how often the suite lets this trial be retried, and whether the sweep stops if it still fails.
+
+        There are no retries, and the sweep goes on, if the trial did not fail, or if its failure is itself an answer
+        (:attr:`Record.answers`), such as a model that exceeds the suite's memory limit.
+        """
         failure = None if record.answers else record.failure
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
     def _question_fields(self, trial: Trial) -> dict[str, Any]:
-        """Return the fields ``role``, ``answer`` and ``margin`` of a trial's record, which the suite determines."""
+        """Return the record fields that the suite's comparison determines, for one trial.
+
+        ``role`` is ``baseline``, ``contrast``, or an empty text for neither.  ``answer`` is the quantity that answers
+        the suite's question, or an empty text if the suite does not name it.  ``margin`` is the suite's margin for
+        losses, in training steps.
+        """
         suite = self.suite
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 
     def _prepare(self, missing: Sequence[Trial], pool: str) -> None:
-        """Make the blanks of trials that have to run: their records, in which only the measurements are missing.
+        """Prepare the records of trials that have to run, with everything except the measurements.
 
-        The first call also writes the run record: the facts that all trials of this run have in common.
+        The first call also writes the run record, which holds what all trials of this run have in common.
+
+        Args:
+            missing: The trials.
+            pool: A hash of this machine and of the code.
         """
         suite = self.suite
         if self._run is None:
@@ -324,13 +341,13 @@ class _Sweep:
         return record
 
     def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
-        """Raise a Refusal if a user's module was edited during this run.
+        """Raise a Refusal if one of the user's modules was edited during this run.
 
-        Ranks may then have imported other code than the record names.
+        After an edit, the ranks may have imported other code than the code whose hash is in the trial's record.
 
         Args:
             trial: The trial that is about to run, or has just run.
-            before: The digests of the trial's inputs by name, as its blank record has them.
+            before: Hashes of the trial's inputs by the input's name, from when the record was prepared.
         """
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):

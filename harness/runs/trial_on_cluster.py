@@ -77,8 +77,15 @@ class TrialRunner:
     def run(self, trial: Trial, blank: Record, on_progress: Report) -> Record:
         """Run the ranks of a trial, and return its record.
 
-        The record is ``blank`` with the measurements of the ranks.  If the trial failed or was interrupted, the record
-        has the failure instead.
+        A trial that fails, or that Ctrl-C interrupts, raises no exception: the reason is in the record.
+
+        Args:
+            trial: The trial.
+            blank: The trial's record without measurements.
+            on_progress: Called when the trial's link is opened, and with the progress that ranks report.
+
+        Returns:
+            A copy of ``blank`` with the ranks' measurements, or with the failure.
         """
         # These modules import torch, which a suite whose trials are all on record does not need.
         from harness.runs.merge_ranks import assemble
@@ -110,7 +117,10 @@ class TrialRunner:
         return blank.model_copy(update={"failure": failure})
 
     def _link(self, trial: Trial, on_progress: Report) -> Link:
-        """Return the link on which a trial runs; open and calibrate it if no earlier trial of the sweep has.
+        """Return the link between nodes for a trial.
+
+        Trials of a sweep with the same link settings share a link.  The first of them opens it and measures its rate.
+        If ranks are threads, nothing is opened or measured.
 
         Raises:
             LinkError: If the link cannot be opened, misses its rate, or cannot limit the messages of the trial.
@@ -169,13 +179,13 @@ class TrialRunner:
         return link
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
-        """Measure the link's rate.
+        """Measure the rate of the link between nodes, and store it in ``link``.
 
         With NCCL all ranks send, since each GPU may have a network adapter of its own.  Otherwise one rank of each node
-        sends.
+        sends.  With a single node nothing is measured.
 
         Raises:
-            LinkError: If a shaped link misses its rate.
+            LinkError: If the link's kind is ``shaped``, and the measured rate is far from the rate that was set.
         """
         if link.cluster.nodes == 1:
             return
@@ -216,8 +226,10 @@ class TrialRunner:
         )
 
     def _start(self, trial: Trial) -> Callable[[Work, Any, Launch, Report], list[Any]]:
-        """Return the function that runs ranks and returns their results by rank.
+        """Return the function with which a trial's ranks are started.
 
-        The function runs the ranks on this host, or on the nodes that a launcher started.
+        The function runs some work on all ranks and returns a list of their results, in the order of ranks.  It starts
+        the ranks on this host if no launcher has started nodes, or if the cluster's launcher is ``local``.  Otherwise
+        it starts them on the launcher's nodes.
         """
         return run_ranks if self.nodes is None or trial.cluster.launcher == "local" else self.nodes.run

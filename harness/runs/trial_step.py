@@ -19,18 +19,22 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return the work of a trial's step (computation and bytes), from which :func:`predict` computes its seconds.
-
-    Returns None if the step's time is not modelled: if another engine trains the model or hosts the policy, if the
-    workload is not training, or if the gather or the reduction is the user's own.
-
-    With Muon, the units must have their parameters.  Units that come from a record have none, and are planned anew if
-    the model is a preset.  For other models, None is returned.
+    """Return the work of a trial's step (computation and messages), from which :func:`predict` computes its seconds.
 
     Args:
         trial: The trial.
-        units: The units of the model, as planned or as the trial's record names them.
+        units: The units of the model (sets of parameters that are gathered together), either planned or read from the
+            trial's record.  Units from a record lack their parameters, which Muon's work depends on.  With Muon they
+            are therefore planned again.
         parameters: Number of elements of the model.
+
+    Returns:
+        The work.  None if the step's time is not modelled:
+
+        - a peer such as DDP trains the model, or FSDP2 or DDP runs the policy;
+        - the workload is not ``train``;
+        - a class of the user's own gathers weights or reduces gradients;
+        - the optimizer is Muon, the units lack their parameters, and the model is the user's own.
     """
     policy = trial.resolved_policy()
     own = policy is not None and (policy.phases[0].own_reduce is not None or policy.own_gather is not None)

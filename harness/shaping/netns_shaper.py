@@ -68,10 +68,16 @@ class Shape(NamedTuple):
 def shape(rate_mbit: float) -> Shape:
     """Return the parameters of the ``tbf`` queue that limits an interface to a rate.
 
-    A burst is what may leave at once after a pause.  It is small, so that messages do not run faster than the rate.  At
-    12 to 260 Mbit/s a burst takes 4 ms, and above 1 Gbit/s it takes 1 ms.  Below 12 Mbit/s a burst has 6 kB, which take
-    49 ms at 1 Mbit/s.  Packets have at most half a burst.  ``tbf`` would cut larger packets into MTU-sized ones, whose
-    headers would cost 5 %.
+    The burst is the number of bytes that ``tbf`` lets pass at once after a pause.  A large burst would let short
+    messages run faster than the rate, so the burst is small:
+
+    - below 12 Mbit/s: 6 kB, which take 49 ms at 1 Mbit/s;
+    - from 12 to 260 Mbit/s: what the rate sends in 4 ms;
+    - from 260 Mbit/s to 1 Gbit/s: 131 kB;
+    - above 1 Gbit/s: what the rate sends in 1 ms.
+
+    A packet has at most half a burst.  ``tbf`` would cut packets that exceed the burst into packets of the MTU's size,
+    whose headers would take 5 % of the rate.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
     segment = int(min(max(rate * 0.002, 2 * MTU), 65536))
@@ -134,10 +140,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def _enter_own_namespace() -> str:
-    """Move this process into a new network namespace, and return ``root`` or ``rootless``.
+    """Move this process into a new network namespace, inside a new user namespace if that is necessary.
 
-    ``rootless`` means that this process lacks the right to make a network namespace, and has made a user namespace
-    first.
+    A user namespace is necessary if this process has no right to make network namespaces.
+
+    Returns:
+        ``root`` if only a network namespace was made, ``rootless`` if a user namespace was made too.
     """
     try:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
@@ -173,12 +181,13 @@ def _netlink(process: int) -> Iterator[Any]:
 
 
 def _set(queue: _Queue, state: bytes | None = None) -> None:
-    """Set up the queue of an interface, lift its rate, or restore its rate.
+    """Create an interface's queue, or lift or restore the rate limit of a queue that exists.
 
     Args:
         queue: The queue.
-        state: None sets the queue up for the first time; ``OPEN`` lifts the rate, ``SHAPED`` restores it.  ``OPEN``
-            and ``SHAPED`` do not change the largest size of packets, since a connection keeps the size it began with.
+        state: None creates the queue and sets the interface's largest packet size.  ``OPEN`` lifts the queue's rate
+            limit, and ``SHAPED`` restores it.  Both leave the largest packet size as it is, since a TCP connection
+            keeps the size that it began with.
     """
     with _netlink(queue.process) as route:
         index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
@@ -255,7 +264,8 @@ def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
         node: Number of the node.
         name: Name of the node's interface.
         holder: The process that holds the node's network namespace open.
-        inner: Whether messages between the node's own ranks, which pass the loopback, will have a limited rate too.
+        inner: Whether the rate between the node's own ranks will be limited too.  Their messages pass the loopback
+            interface, whose packets are then made as small as those between nodes.
     """
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
@@ -283,10 +293,11 @@ def _stdin_ends_before(ready: socket.socket) -> bool:
 
 
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
-    """Lift the link's rate for each process that connects to ``listening``, in turn, until standard input ends.
+    """Wait for processes that ask for the link's rate limit to be lifted, until standard input ends.
 
-    The rate is restored when the process closes its connection.  If the rate cannot be restored, the error ends this
-    keeper, and the link with it, so that no trial can run on a link without its rate.
+    A process asks by connecting to the socket ``listening``.  The limit is lifted until this process closes the
+    connection; then the next process is served.  If the limit cannot be restored, the error ends this keeper and
+    removes the link, so that no trial can run without the limit.
     """
     while not _stdin_ends_before(listening):
         with listening.accept()[0] as client:

@@ -37,9 +37,11 @@ _LARGEST: Final = 2**32  # bytes per second, the limit of tbf's netlink message
 
 
 def removal(name: str, segment: int) -> str:
-    """Return advice for an interface whose rate is still limited: the command that removes the queue.
+    """Return, for an error message, the command that removes our queue from an interface.
 
-    The command also restores the interface's largest packet size to ``segment`` bytes.
+    Args:
+        name: Name of the interface.
+        segment: The interface's usual largest packet (``gso_max_size``) in bytes, which the command restores.
     """
     return (
         f"remove the queue with: tc qdisc del dev {name} root; ip link set dev {name} gso_max_size {segment}"
@@ -104,7 +106,7 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             )
         if mtu > tbf.segment:
             raise OSError(
-                f"{interface} has packets of {mtu} bytes, but at {rate_mbit:g} Mbit/s the queue takes "
+                f"{interface} has packets of up to {mtu} bytes, but a queue of {rate_mbit:g} Mbit/s accepts packets of "
                 f"at most {tbf.segment} bytes; set a rate of {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in others:
@@ -134,9 +136,16 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
 
 
 def _check_route(route: Any, index: int, interface: str, other: str) -> None:
-    """Raise an OSError if messages to the address ``other`` do not leave through interface number ``index``.
+    """Check that messages to another node leave through an interface.
 
-    Also raises an OSError if there is no route to the address.  ``interface`` is the interface's name, for the error.
+    Args:
+        route: A netlink socket.
+        index: Number of the interface.
+        interface: Name of the interface, for error messages.
+        other: IP address of the other node.
+
+    Raises:
+        OSError: If there is no route to the address, or if the route leaves through another interface.
     """
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     try:
@@ -154,9 +163,13 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
-    """Return the kind of the interface's queue, after checking that the kernel made this queue by default (handle 0).
+    """Check that an interface has only the kernel's default queue, and return the kind of this queue.
 
-    ``segment`` is the interface's usual largest packet in bytes, for the advice in an error.
+    Args:
+        route: A netlink socket.
+        index: Number of the interface.
+        interface: Name of the interface, for error messages.
+        segment: The interface's usual largest packet in bytes, for error messages.
 
     Raises:
         OSError: If the interface has a queue that someone has set up, or that another run has left.
@@ -179,7 +192,10 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
 
 
 def _leave(*_: object) -> None:
-    """End this process, the keeper; while it ends, it removes its queue and restores the largest packet size."""
+    """End this process, which first removes its queue and restores the interface's largest packet size.
+
+    SIGTERM and SIGHUP are ignored from now on, so that they cannot interrupt this clean-up.
+    """
     for number in _ENDED_BY:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     sys.exit(0)

@@ -1,6 +1,7 @@
-"""Imitates a link with a rate inside the process: computes when a message would have arrived over such a link.
+"""Imitates a slow link in software: computes when a message would arrive over a link of a given rate.
 
-Our engine (:mod:`impl.comm.exchanges`) holds each message back until that time.
+Our engine (:mod:`impl.comm.exchanges`) sends messages at full speed.  A rank that waits for an exchange then sleeps
+until the message that it sent would have arrived.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 
 
 class Pacer:
-    """Rate limiter that the ranks of a node share.
+    """Rate limiter that the ranks of a node share, so that their messages use the node's link one after the other.
 
-    All ranks map one small file.  It holds one float64 for each node: the time at which the node's link will be free
-    again.  A rank that sends a message locks its node's number, and moves the number on by the time that the message
-    takes.  So the messages of a node's ranks follow one another.  The kernel releases the lock if the rank dies.
+    All ranks map the same small file.  For each node, the file holds one float64: the time at which the node's link
+    will be free again.  To send a message, a rank locks its node's number, and sets it to the time at which the link
+    will have sent this message too.  If a rank dies, the kernel releases its lock.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
@@ -45,8 +46,8 @@ class Pacer:
     def book(self, nbytes: int) -> float:
         """Reserve this node's link for a message of ``nbytes`` to other nodes, and return when its last byte arrives.
 
-        The time is on the clock ``time.monotonic()``.  While :attr:`open` is set, messages take only the latency, and
-        nothing is reserved.
+        The returned time is in seconds of ``time.monotonic()``.  If the attribute ``open`` is True, there is no rate
+        limit: nothing is reserved, and the message arrives after the latency.
         """
         if self.open:
             return time.monotonic() + self._latency

@@ -22,20 +22,23 @@ _OTHERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # a fresh folde
 
 
 def parent() -> str:
-    """Return a writable folder with a short path, for folders with sockets: if possible the folder of temporary files.
+    """Return a writable folder whose path is short enough for Unix-domain sockets inside.
+
+    The folders are tried in this order: the usual folder of temporary files (TMPDIR), the folder that the environment
+    variable XDG_RUNTIME_DIR names, /tmp, /var/tmp and /dev/shm.
 
     Raises:
-        Refusal: If each folder that is tried has too long a path, or cannot be written.
+        Refusal: If none of these folders is writable and has a short enough path.
     """
     usual = tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     for folder in (usual, runtime, *_OTHERS):
         if folder and len(os.fsencode(folder)) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
             return folder
-    others = f"none of {', '.join(_OTHERS)} can be written"
+    others = f"none of the other folders ({', '.join(_OTHERS)}) is writable"
     raise Refusal(
-        f"TMPDIR = {usual!r}: the path of a folder for sockets may have at most {_LONGEST} bytes, and {others}: "
-        "set TMPDIR to a shorter path"
+        f"TMPDIR = {usual!r}: the path of a folder for Unix-domain sockets may have at most {_LONGEST} bytes, and "
+        f"{others}: set TMPDIR to a shorter path"
     )
 
 
@@ -47,9 +50,9 @@ def new() -> Iterator[Path]:
 
 
 def give_to_multiprocessing() -> None:
-    """Make ``multiprocessing`` create its folder for sockets now, inside the short folder :func:`parent`.
+    """Make ``multiprocessing`` put its sockets into a folder with a short path (inside :func:`parent`).
 
-    ``multiprocessing`` creates one such folder in a process, and uses it from then on.
+    ``multiprocessing`` creates its folder for sockets once in each process.  This function makes it do so now.
     """
     with mock.patch.object(tempfile, "tempdir", parent()):
         util.get_temp_dir()

@@ -1,6 +1,6 @@
-"""Spoils an engine on purpose, so that it trains worse, as a positive control for comparisons of losses.
+"""Puts a fault into our engine on purpose, so that it trains worse (a positive control).
 
-A comparison of losses that cannot tell a spoilt engine from a correct engine has no power.
+A comparison of losses is worth something only if it notices such a fault.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from impl.zero import Zero
 
 
 def spoil(zero: Zero, control: str | None) -> None:
-    """Spoil an engine in place, so that it trains worse.
+    """Put a fault into an engine in place, so that it trains worse.
 
-    With ``late_schedule`` the engine also sends other bytes than an unspoilt engine; with all other controls it sends
-    the same bytes.
+    With ``late_schedule`` the number of bytes that the engine sends may change.  With all other faults it stays the
+    same.
 
     Args:
         zero: The engine.
-        control: One of
+        control: Name of the fault:
 
-            - ``stale_secondary``: secondary shards (hpZ) keep the weights of their first all-gather;
-            - ``late_secondary``: secondary shards keep the weights of the step before;
+            - ``stale_secondary``: hpZ's secondary shards always hold the weights of their first all-gather;
+            - ``late_secondary``: hpZ's secondary shards hold the weights of the step before;
             - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
               of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3);
-            - ``late_schedule``: each span of the policy's schedule, except the first, begins one step late.
+            - ``late_schedule``: every change of settings that the policy's schedule makes comes one step late.
 
             Any other value changes nothing.
     """
@@ -56,9 +56,9 @@ def spoil(zero: Zero, control: str | None) -> None:
 
 
 def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:
-    """Make a secondary shard keep old weights.
+    """Make hpZ's secondary shard hold old weights instead of the present weights.
 
-    With ``forever`` these are the weights of the first all-gather; otherwise they are the weights of the step before.
+    The old weights are those of the first all-gather if ``forever`` is True, and those of the step before otherwise.
     """
     keep = secondary.keep
     # The weights gathered from the last two versions of the master, by torch's version counter of the master.

@@ -29,8 +29,8 @@ _STEP_MUON: Final = bare_step(torch.optim.Muon)  # calls no hooks
 def state_bytes_per_element(optimizer: Optimizer) -> int:
     """Return how many bytes of state an optimizer holds for each fp32 element that it updates.
 
-    The optimizer takes one step on a tensor of 64 elements, and the size of its state is divided by 64.  For Muon no
-    step is taken, and the result is 8: the two fp32 moments that AdamW keeps for an element that Muon does not update.
+    The bytes are measured: the optimizer takes one step on a tensor of 64 elements.  The exception is Muon, for which
+    the result is always 8: two fp32 moments, which AdamW keeps for each element that Muon itself does not update.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
@@ -48,10 +48,10 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal if our engine, which holds shards of the weights, cannot update them with an optimizer.
+    """Raise a Refusal if our engine, in which each rank holds only shards of the weights, cannot use an optimizer.
 
-    The engine can use Muon, and every elementwise optimizer: an optimizer whose update of an element does not depend on
-    other elements.  The engine itself would refuse any other optimizer only after the ranks have started.
+    The engine can use Muon, and every optimizer that updates each element independently of other elements.  It refuses
+    other optimizers by itself, but only after the ranks have started; this check is earlier.
     """
     if optimizer.orthogonalises:
         _check_muon(optimizer)
@@ -67,10 +67,13 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
-    """Return a function that takes a parameter's name and the parameter, and returns the number of its optimizer group.
+    """Return the function that assigns parameters to optimizer groups (argument of ``impl.zero.shard()``).
 
-    ``impl.zero.shard()`` takes such a function.  With Muon, the matrices that Muon updates are one group, and all other
-    parameters are another.  Returns None for other optimizers, with which all parameters are in one group.
+    The function is called with a parameter's name and the parameter, and returns the number of its group.  With Muon
+    there are two groups: the matrices that Muon updates, and all other parameters.
+
+    Returns:
+        The function.  None if the optimizer is not Muon, since all parameters then belong to one group.
     """
     if not optimizer.orthogonalises:
         return None
@@ -79,7 +82,12 @@ def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
 
 
 def muon_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments for Muon, and the arguments for AdamW, which updates the parameters that Muon does not.
+    """Split the arguments of the trial's optimizer Muon into those of Muon itself and those of its AdamW.
+
+    AdamW updates the parameters that Muon does not update.  Its arguments are the table ``adamw``.
+
+    Returns:
+        (arguments of Muon, arguments of AdamW).
 
     Raises:
         Refusal: if the argument ``adamw`` is no table.
@@ -136,10 +144,11 @@ def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that Muon orthogonalises on one rank; empty if the trial does not use Muon.
+    """Return the shapes of the matrices that Muon orthogonalises on the busiest rank.
 
-    With our engine, the matrices are divided among the ranks.  The returned shapes are those of the rank whose matrices
-    need the most operations.  With DDP and in a single process, every rank orthogonalises all matrices.
+    Our engine divides the matrices among the ranks.  The busiest rank is the one whose matrices need the most
+    operations.  With DDP and in a single process, every rank orthogonalises all matrices.  The list is empty if the
+    trial does not use Muon.
     """
     if (groups := group_of(trial.optimizer, model)) is None:
         return []
@@ -157,7 +166,7 @@ def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
 def of_share(
     optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build an optimizer for the tensors that one rank updates in a step, so that it can be timed without a model.
+    """Build an optimizer for as many elements as one rank updates, so that its step can be timed without a model.
 
     Args:
         optimizer: Name and arguments of the trial's optimizer.

@@ -73,9 +73,9 @@ class OwnStrategy(Sharded):
 
     @property
     def masters(self) -> list[Tensor]:
-        """This rank's fp32 weights: 1-D shards, which the optimizer steps.
+        """This rank's shards of the fp32 weights, as 1-D tensors, which the optimizer updates.
 
-        After writing to them outside of the optimizer, call :meth:`weights_changed` on all ranks.
+        A strategy may write to these tensors.  Afterwards, call :meth:`weights_changed` on all ranks.
         """
         return [master.detach() for master in self.zero.masters]
 
@@ -96,14 +96,14 @@ class OwnStrategy(Sharded):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Kinds of messages (``weights``, ``gradients``, ``state``) whose bytes are measured, but not predicted.
+        """Kinds of messages whose bytes cannot be predicted, and are only measured.
 
-        ``state``, the kind of the messages sent through :attr:`messages`, is always in the result.  ``weights`` or
-        ``gradients`` is in it if a class of the user's own sends these messages without declaring their bytes.
+        - ``state``, always: messages that the strategy sends through :attr:`messages`;
+        - ``weights`` and ``gradients``, if a class of the user's own sends such messages without declaring their bytes.
         """
         return ("state", *super().unpredicted)
 
     def close(self) -> None:
-        """Wait for the messages of :attr:`messages` that are under way, drop what arrives, and free shared memory."""
+        """Wait until all messages under way have arrived, discard them, and free shared memory."""
         self.messages.drain()
         super().close()

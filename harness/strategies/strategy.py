@@ -1,14 +1,14 @@
-"""Defines training strategies with one interface, and makes the strategy of a trial (:func:`prepare`).
+"""Defines what can train a trial's model, with one interface, and makes the strategy of a trial (:func:`prepare`).
 
-- :class:`Sharded`: a policy, run by our own engine;
-- :class:`Hosted`: a policy inside FSDP2 or DDP (``fsdp2+qgz``), which communicate through our collectives;
-- :class:`Strategy`: DDP, FSDP2 and a single process by themselves, as peers (``harness.suites.peers``).  A peer is
-  another library's engine as it is shipped, to which our engine is compared;
-- :class:`ByDeepSpeed`: DeepSpeed as a peer;
-- :class:`~harness.strategies.own_strategy.OwnStrategy`: a class of the user's own, with our engine.
+- :class:`Sharded`: our own engine, with a policy such as ZeRO++;
+- :class:`Hosted`: torch's FSDP2 or DDP, whose messages our collectives send with a policy (``fsdp2+qgz``);
+- :class:`Strategy`: FSDP2, DDP or a single process without our collectives.  These are peers
+  (``harness.suites.peers``): engines of other libraries, with which our engine is compared;
+- :class:`ByDeepSpeed`: DeepSpeed, as a peer;
+- :class:`~harness.strategies.own_strategy.OwnStrategy`: a user's class, which changes how our engine trains.
 
-Our wire, the object through which our collectives send, counts its messages in a ledger, which can be compared with a
-prediction.  Peers do not send through our wire, so they have neither a ledger nor a prediction.
+Our collectives send through one object, the wire, which counts messages and bytes in a ledger.  The ledger can be
+compared with a prediction.  Peers do not send through the wire, so they have neither a ledger nor a prediction.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ class Strategy:
     def begin(self, *, last: bool) -> None:
         """Begin a micro-batch, and decide whether its backward pass reduces gradients.
 
-        DDP reduces gradients in the last micro-batch of a step only.  FSDP2 reduces gradients in each micro-batch,
-        since it holds only shards of gradients.  A DDP with a static graph also reduces in the first micro-batch of the
-        run, because it learns the graph in a backward pass that reduces.  The first micro-batch's gradients are then
-        averaged over ranks twice, which gives the same mean.
+        - FSDP2 reduces gradients in each micro-batch, since it holds only shards of gradients.
+        - DDP reduces gradients only in the last micro-batch of a step.
+        - DDP with a static graph also reduces in the first micro-batch of the run, because it learns the graph from a
+          backward pass that reduces.  These gradients are averaged again at the end of the step, which does not change
+          the mean.
 
         Args:
             last: Whether this is the last micro-batch of its step.
@@ -106,9 +107,9 @@ class Strategy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced in every micro-batch.  If False, only in the last micro-batch of a step.
+        """Whether gradients are reduced in every micro-batch, and not only in the last micro-batch of a step.
 
-        With our own engine, the policy decides.  With all other engines the value is True.  For DDP this is wrong,
+        With our own engine, the policy decides.  With every other engine the value is True.  For DDP this is wrong,
         since DDP reduces only in the last micro-batch, but nothing that is computed for DDP depends on the value.
         """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
@@ -119,14 +120,17 @@ class Strategy:
         return 1.0 if self.zero is None else self.zero.scaler.scale
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """Return this rank's part of the mean gradient of one unit, or of one parameter group of FSDP2.
+        """Return this rank's part of the mean gradient of one set of parameters that is reduced together.
+
+        With DDP, every rank has the whole gradient.  With FSDP2, the set is a parameter group, and the rank has a shard
+        of the group's gradient.
 
         Args:
-            layout: The unit or group, and how its elements form a matrix with ``layout.row`` columns.
+            layout: Names the set, and arranges its elements as a matrix with ``layout.row`` columns.
 
         Returns:
-            The number of the first row of this matrix that the rank holds, and the rank's rows: (n, ``layout.row``)
-            fp32.  A rank of DDP holds all rows.
+            (first, rows).  ``rows`` is the rank's part of this matrix, (n, ``layout.row``) in fp32, and ``first`` is
+            the number of its first row in the whole matrix, counted from 0.
         """
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             whole = self.model.module.named_parameters()
@@ -171,11 +175,11 @@ class Strategy:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context whose forward and backward passes have no effect on later training.
+        """Make forward and backward passes inside the context have no effect on later training.
 
-        On leaving, also after an exception, gradients and gathered weights are dropped, and the model's buffers are
-        restored.  Our own engine also restores the state on which later messages depend, such as the codecs' carried
-        errors.
+        When the context ends, also by an exception, gradients and gathered weights are dropped, and the model's
+        buffers are restored.  Our own engine also restores the state on which later messages depend, such as the
+        quantisation errors that error feedback carries over to the next step.
         """
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
@@ -195,7 +199,7 @@ class Strategy:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The choices of codecs that a bit budget of the policy has made so far; empty without a bit budget."""
+        """The codecs that the policy's bit budget has chosen so far during training; empty without a bit budget."""
         return () if self.zero is None or self.zero.renewal is None else self.zero.renewal.decisions
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
@@ -216,11 +220,15 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the messages that this rank sends, and the bytes that it copies, in the passes and steps ``events``.
+        """Predict what this rank sends, and what it copies between host and device, during some passes and steps.
+
+        Args:
+            events: The passes and optimizer steps, in order.
 
         Returns:
-            Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.  They are
-            None and empty if a library such as DDP sends the messages itself, without our collectives.
+            (sent, copied).  ``sent`` is the bytes and messages sent through our wire, or None if a library such as DDP
+            sends the messages itself.  ``copied`` is the bytes copied between host and device; it is empty unless our
+            engine trains.
         """
         return None, {}
 
@@ -232,17 +240,18 @@ class Strategy:
             events: The passes and steps that follow.
 
         Returns:
-            Pairs (bytes to other nodes, bytes inside the node), counted from the start of training.  The first pair
-            belongs to the end of ``before``; each further pair belongs to the end of one step.  Messages of evaluations
-            are not counted.  The list is empty unless our engine trains.
+            A pair (bytes to other nodes, bytes inside the node) for the end of ``before``, then a pair for the end of
+            each step.  All are counted from the start of training, without messages of evaluations.  If another engine
+            than ours trains, the list is empty.
         """
         return []
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Kinds of messages (``weights``, ``gradients``) whose bytes are measured, but not predicted.
+        """Kinds of messages whose bytes cannot be predicted, and are only measured; here none.
 
-        A kind is in the result if a class of the user's own sends these messages without declaring their bytes.
+        With our engine, these may be ``weights`` or ``gradients``: messages that a class of the user's own sends
+        without declaring their bytes.
         """
         return ()
 
@@ -255,21 +264,24 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Note the present moment, and return a function that returns the :meth:`exposed_seconds` up to this moment.
+        """Mark the present moment, so that the seconds that this rank has waited up to now can be read later.
 
-        With the function, a caller can read the time later, and need not wait for a GPU now.  On a GPU, call the
-        function only after the device has done all work that was queued before :meth:`mark_exposed` was called.
-        Returns None instead of a function if a library such as DDP sends the messages itself.
+        On a GPU, reading them now would make the host wait.
+
+        Returns:
+            A function that returns the :meth:`exposed_seconds` up to the mark.  On a GPU, call it only after the device
+            has done all work that was queued before the mark.  None if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Return the bytes of this rank's states, by part of memory, such as ``masters``.
+        """Return the memory of this rank's training states in bytes: as counted, and as predicted.
 
         Returns:
-            Two dicts: the bytes as counted, and the bytes that :mod:`impl.plan.memory` predicts.  For our engine, both
-            are peaks.  For other engines, the first dict has the present bytes of masters, gradients and optimizer
-            state, without gathered weights, and the second dict is empty.
+            (counted, predicted).  Both are dicts from a part of memory, such as ``masters``, to bytes.  With our
+            engine, both hold peaks, and the prediction is by :mod:`impl.plan.memory`.  With any other engine,
+            ``counted`` holds the present bytes of masters, gradients and optimizer state, without gathered weights,
+            and ``predicted`` is empty.
         """
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
@@ -291,16 +303,18 @@ class Hosted(Strategy):
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank has waited for messages so far.
 
-        Returns None if messages are received on a GPU's streams.  There FSDP2, which is the host of our collectives,
-        waits for the messages, and our wire cannot time this wait.
+        Returns None if messages are received on a GPU's streams, since FSDP2 itself then waits for them, and our code
+        cannot time this wait.
         """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Note the present moment, and return a function that returns the :meth:`exposed_seconds` up to this moment.
+        """Mark the present moment, so that the seconds that this rank has waited up to now can be read later.
 
-        Returns None instead of a function if :meth:`exposed_seconds` returns None.
+        Returns:
+            A function that returns the :meth:`exposed_seconds` up to the mark.  None if :meth:`exposed_seconds` returns
+            None.
         """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.mark_exposed()
@@ -313,7 +327,10 @@ class Hosted(Strategy):
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the messages that this rank sends in the passes and steps ``events``.
+        """Predict what this rank sends during some passes and steps.
+
+        Args:
+            events: The passes and optimizer steps, in order.
 
         Returns:
             Two dicts.  The first has the bytes and messages sent through our wire.  The second is empty, since FSDP2
@@ -344,8 +361,8 @@ class ByDeepSpeed(Strategy):
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of ``loss`` in DeepSpeed's engine.
 
-        DeepSpeed's ``step()`` must be called after every micro-batch.  This method calls it, except after the last
-        micro-batch of a step: then :meth:`step` calls it.
+        DeepSpeed's own ``step()`` must be called after every micro-batch.  After the last micro-batch of a step,
+        :meth:`step` calls it; after each earlier micro-batch, this method calls it.
         """
         self.model.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the accumulation
         if not self._last:
@@ -356,7 +373,7 @@ class ByDeepSpeed(Strategy):
 
         Args:
             optimizer: Not used; DeepSpeed steps the optimizer that it was given.
-            clip: The same limit as ``gradient_clipping``.  Only whether it is None matters here.
+            clip: The same limit as ``gradient_clipping``.  Here it decides only whether the norm is returned.
 
         Returns:
             The global norm of the gradient before clipping (None if ``clip`` is None), and ``done=True``.
@@ -375,10 +392,17 @@ class ByDeepSpeed(Strategy):
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Return the bytes of this rank's states, by part of memory, and an empty dict, since nothing is predicted.
+        """Return the memory of this rank's training states in bytes, by part of memory.
 
-        ``masters`` counts the fp32 masters and the shards of the weights.  ``gradients`` is assumed to be as large as
-        the fp32 masters.  ``secondary`` is the size of hpZ's copy of the weights, if there is such a copy.
+        Returns:
+            Two dicts.  The first has these parts:
+
+            - ``masters``: the fp32 masters and the shards of the weights;
+            - ``gradients``: assumed to be as large as the fp32 masters;
+            - ``optimizer``: the optimizer's state;
+            - ``secondary``: hpZ's copy of the weights, if there is such a copy.
+
+            The second dict, of predicted bytes, is empty.
         """
         masters: list[Tensor] = list(optimizer.state)  # DeepSpeed empties the groups between steps
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.model.parameters()]
@@ -422,11 +446,11 @@ class Sharded(Strategy):
         If the policy reduces gradients only in the last micro-batch of a step, call this method after that micro-batch.
 
         Args:
-            layout: The unit, and how its elements form a matrix with ``layout.row`` columns.
+            layout: Names the unit, and arranges the unit's elements as a matrix with ``layout.row`` columns.
 
         Returns:
-            The number of the first row of this matrix that the rank holds, and the rank's rows: (n, ``layout.row``)
-            fp32.
+            (first, rows).  ``rows`` is the rank's part of this matrix, (n, ``layout.row``) in fp32, and ``first`` is
+            the number of its first row in the whole matrix, counted from 0.
         """
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
@@ -436,9 +460,9 @@ class Sharded(Strategy):
     def forget_gradients(self) -> None:
         """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step.
 
-        This method also drops the carried errors of error feedback, and resets the state of users' classes that reduce
-        gradients or gather weights.  The random bits of stochastic rounding begin again with those of a step's first
-        micro-batch.
+        This method also drops the quantisation errors that error feedback carries over, resets the state of users'
+        classes that reduce gradients or gather weights, and counts micro-batches from 0 again, which restarts the
+        random bits of stochastic rounding.
         """
         self.zero.model.zero_grad()
         for unit in self.zero.units:
@@ -467,16 +491,19 @@ class Sharded(Strategy):
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context whose forward and backward passes have no effect on later training.
+        """Make forward and backward passes inside the context have no effect on later training.
 
-        On leaving, also after an exception, gradients and gathered weights are dropped, and buffers and the codecs'
-        carried errors are restored.
+        When the context ends, also by an exception, gradients and gathered weights are dropped.  Buffers, and the
+        quantisation errors that error feedback carries over to the next step, are restored.
         """
         with self.zero.rehearsing():
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the messages that this rank sends, and the bytes that it copies, in the passes and steps ``events``.
+        """Predict what this rank sends, and what it copies between host and device, during some passes and steps.
+
+        Args:
+            events: The passes and optimizer steps, in order.
 
         Returns:
             Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.
@@ -492,8 +519,8 @@ class Sharded(Strategy):
             events: The passes and steps that follow.
 
         Returns:
-            Pairs (bytes to other nodes, bytes inside the node), counted from the start of training.  The first pair
-            belongs to the end of ``before``; each further pair belongs to the end of one step.
+            A pair (bytes to other nodes, bytes inside the node) for the end of ``before``, then a pair for the end of
+            each step.  All are counted from the start of training.
         """
         totals = [self._book(before).trained, *self._book([*before, *events]).steps]
         return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]
@@ -508,23 +535,27 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """For each matrix that Muon updates, its owner: the rank that orthogonalises it.  None for other optimizers."""
+        """Which rank orthogonalises each matrix that Muon updates (the matrix's owner).  None for other optimizers."""
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return the messages that a user's class declares for one reduction, by the name of the unit that it reduces.
+        """Return the messages that a user's class says it will send to reduce each unit's gradients once.
 
-        Units that our own collectives reduce are left out.  The value is None if the class declares no messages.
+        Returns:
+            A dict from the name of each unit that the class reduces to the messages.  The messages are None if the
+            class does not declare them.  Units that our own collectives reduce are not in the dict.
         """
         topology = self.zero.wire.mesh.topology
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return a function for each unit that a user's class gathers, by the unit's name.
+        """Return functions that tell which messages a user's class says it will send to gather each unit once.
 
-        The function returns the messages that the class declares for one gather of the unit.  Units that our own
-        collectives gather are left out.
+        Returns:
+            A dict from the name of each unit that the class gathers to a function, which returns the messages of a
+            given gather.  The messages are None if the class does not declare them.  Units that our own collectives
+            gather are not in the dict.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
@@ -536,16 +567,16 @@ class Sharded(Strategy):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Kinds of messages (``weights``, ``gradients``) whose bytes are measured, but not predicted.
+        """Kinds of messages (``weights``, ``gradients``) whose bytes cannot be predicted, and are only measured.
 
-        A kind is in the result if a class of the user's own sends these messages without declaring their bytes.
+        These are the messages that a class of the user's own sends without declaring their bytes.
         """
         policy = self.zero.policy
         owns: dict[Purpose, OwnMethod | None] = {"weights": policy.own_gather, "gradients": policy.own_reduce}
         return [purpose for purpose, own in owns.items() if own is not None and not declares(own)]
 
     def close(self) -> None:
-        """Wait for the messages of users' classes that are under way, drop what arrives, and free shared memory."""
+        """Wait until the messages that users' classes sent have arrived, discard them, and free shared memory."""
         for unit in self.zero.units:
             if unit.reduction.own is not None:
                 unit.reduction.own.drain()
@@ -554,9 +585,12 @@ class Sharded(Strategy):
         self.zero.wire.close()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Return this rank's peak bytes by part of memory: as counted, and as predicted.
+        """Return the peak memory of this rank's training states in bytes: as counted, and as predicted.
 
-        For a frozen model, the prediction covers forward passes only.
+        If no parameter is trained, the prediction is that of forward passes only.
+
+        Returns:
+            (counted, predicted).  Both are dicts from a part of memory, such as ``masters``, to bytes.
         """
         held = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
         for master_shard in (unit.master_shard for unit in self.zero.units):

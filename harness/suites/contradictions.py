@@ -80,7 +80,10 @@ def check(trial: Trial) -> None:
 
 
 def _threads(trial: Trial) -> Iterator[str]:
-    """Yield an error for each field that is not supported if ranks are threads, such as the rate of the link."""
+    """Yield an error for each field that ``cluster.ranks = "threads"`` does not support, such as ``cluster.rate``.
+
+    With this setting, all ranks are threads of one process.
+    """
     cluster, usual, threads = trial.cluster, Cluster(), "cluster.ranks = 'threads'"
     if cluster.ranks == "processes":
         return
@@ -112,7 +115,7 @@ def _threads(trial: Trial) -> Iterator[str]:
 def _cluster(trial: Trial) -> Iterator[str]:
     """Yield an error for each field of ``cluster`` that contradicts another field of ``cluster`` or the strategy.
 
-    For example, ``cluster.link = "none"`` has no rate, and the transport ``staged`` cannot carry the messages of DDP.
+    For example, ``cluster.rate`` contradicts ``cluster.link = "none"``, which limits no rate.
     """
     cluster, transport = trial.cluster, f"cluster.transport = {trial.cluster.transport!r}"
     shapes, rate = cluster.link in ("auto", "namespaces"), cluster.rate
@@ -218,9 +221,9 @@ def _workload(trial: Trial) -> Iterator[str]:
 
 
 def _muon(trial: Trial) -> Iterator[str]:
-    """Yield an error for each reason why Muon cannot train the trial's model.
+    """Yield an error for each setting with which the optimizer Muon cannot train, such as strategy ``fsdp2``.
 
-    If the trial has another optimizer, yield an error only if ``optimizer.matrices`` is set, which only Muon reads.
+    With any other optimizer, only ``optimizer.matrices`` is an error, since Muon alone reads it.
     """
     optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
     if not optimizer.orthogonalises:
@@ -247,8 +250,8 @@ def _muon(trial: Trial) -> Iterator[str]:
 def _own_gather(trial: Trial) -> Iterator[str]:
     """Yield an error if workload ``rlhf`` is combined with a user's class that gathers weights.
 
-    A user's class that gathers weights is checked by comparing the first training loss with the loss that a single
-    process computes for the same batch.  With ``rlhf`` the ranks generate this batch, and the single process cannot.
+    Such a class is checked with the first training loss, which must agree with the loss that a single process computes
+    for the same batch.  With ``rlhf`` the ranks generate the batch, which a single process cannot repeat.
     """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
@@ -335,9 +338,10 @@ def _configured(trial: Trial) -> Iterator[str]:
 
 
 def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield an error for each field that contradicts the DeepSpeed configuration of strategy ``recipe``.
+    """Yield an error for each field that contradicts the trial's DeepSpeed configuration, for strategy ``recipe``.
 
-    ``sequences`` is the trial's number of sequences in a micro-batch.
+    With ``recipe``, our own engine trains as the DeepSpeed configuration asks.  ``sequences`` is the number of
+    sequences in a rank's micro-batch.
     """
     recipe = trial.recipe()
     yield from _unequal("clip", trial.clip, "gradient_clipping", recipe.clip)
@@ -354,9 +358,9 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield an error for each field that contradicts the DeepSpeed configuration of a peer from DeepSpeed.
+    """Yield an error for each field that contradicts the trial's DeepSpeed configuration, if DeepSpeed trains it.
 
-    ``sequences`` is the trial's number of sequences in a micro-batch.
+    ``sequences`` is the number of sequences in a rank's micro-batch.
     """
     table = trial.peer_configuration()
     if trial.workload == "generate":
@@ -380,7 +384,14 @@ def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _unequal(name: str, value: Any, key: str, configured: Any) -> Iterator[str]:
-    """Yield an error if a field of the trial and a key of the trial's DeepSpeed configuration have unequal values."""
+    """Yield an error if a field of the trial and a key of its DeepSpeed configuration have different values.
+
+    Args:
+        name: Name of the field.
+        value: Value of the field.
+        key: Name of the key.
+        configured: Value of the key.
+    """
     if value != configured:
         other = f"deepspeed_config has {key} = {json.dumps(configured)}"
         yield f"{name} = {json.dumps(value)}, but {other}: set both to the same value"

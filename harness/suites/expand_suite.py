@@ -6,15 +6,15 @@
    replace the values of ``[defaults]``.
 2. ``[[exclude]]`` removes the combinations that it matches.  ``[[override]]`` then changes the combinations that it
    matches, in file order.
-3. A policy field is left out of a combination if it would turn the strategy into another strategy, such as quantised
-   weights for ``zero3``.  The field is kept if a ``[[zip]]`` or ``[[override]]`` that names the strategy sets it, or if
-   the suite has only one policy.
+3. Policy fields that would turn a combination's strategy into another strategy are dropped from the combination.  For
+   example, ``zero3`` with quantised weights would no longer be ``zero3``.  Such a field is kept in two cases: a
+   ``[[zip]]`` or ``[[override]]`` that names the strategy sets it, or the suite has only one policy.
 4. Each combination becomes a :class:`~harness.suites.trial.Trial`, which is checked.
 5. All policies get one common alignment.  Combinations that resolve to the same run are merged.  Each trial gets its
    role in the comparison: baseline or contrast.
 
-A combination that is not yet a trial is a ``Point``: its values by dotted path, each with the name of the table that
-set the value.  Error messages name this table.
+Before step 4, a combination is a ``Point``: a dict from the dotted path of a field, such as ``cluster.nodes``, to the
+field's value and the name of the table that set it.  Error messages name this table.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def expand(file: SuiteTables, align: int | None = None) -> Suite:
 
     Args:
         file: The tables.
-        align: The alignment of all policies: every parameter and every shard starts on a multiple of so many elements.
+        align: The alignment of all policies, in elements: every parameter and every shard starts on a multiple of it.
             With None, the alignment is the least common multiple of the block sizes of all codecs in the suite.
 
     Raises:
@@ -131,10 +131,10 @@ def expand(file: SuiteTables, align: int | None = None) -> Suite:
 
 
 def _configurations(file: SuiteTables) -> dict[str, str]:
-    """Read the files of DeepSpeed configurations that a suite names.
+    """Read the files with DeepSpeed configurations that a suite names.
 
     Returns:
-        The JSON text of each configuration, by the path that the suite file has for it.
+        A dict from each file's path, as it is written in the suite file, to the configuration as JSON text.
     """
     overrides = (table for override in file.override for table in (override.match, override.set))
     tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
@@ -144,10 +144,14 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
 
 
 def _axes(file: SuiteTables) -> list[list[Point]]:
-    """Return the axes of ``[matrix]`` and ``[[zip]]``.  An axis is a list of points: dicts from a field to its value.
+    """Return the axes that ``[matrix]`` and ``[[zip]]`` span, each as a list of the points on the axis.
 
-    Each field of ``[matrix]`` is an axis, with a point for each of its values.  Each ``[[zip]]`` is one axis; a point
-    of it sets all fields of the ``[[zip]]``.
+    Each field of ``[matrix]`` is an axis of its own, and a point sets this field.  Each ``[[zip]]`` is one axis, and a
+    point sets all fields of the ``[[zip]]``.
+
+    Raises:
+        SuiteError: If a field has no list of values or is listed twice, if the lists of a ``[[zip]]`` differ in length,
+            or if there are too many fields.
     """
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
@@ -176,7 +180,15 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
 
 
 def _settings(table: dict[str, Any], name: str) -> Point:
-    """Return the values of one table of the suite file by dotted path, each with ``name``, the name of the table."""
+    """Return the values of one table of the suite file, each with the table's name.
+
+    Args:
+        table: The table, which may contain tables.
+        name: The table's name, such as ``[defaults]``.
+
+    Returns:
+        A dict from a value's dotted path, such as ``cluster.nodes``, to the value and the table's name.
+    """
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
         raise SuiteError(f"{name} repeat: cannot be set; use the key `repeats` at the top of the file")
@@ -248,11 +260,16 @@ def _path_of(error: ErrorDetails, point: Point) -> str:
 
 
 def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
-    """Return, for each point, whether the trial of this point has all the values in the table ``match``.
+    """Find the trials that a table such as ``[[exclude]]`` matches.
 
-    A point has the values of one trial by dotted path.  If ``match`` has a list for a field, the trial needs one value
-    of the list.  Values are parsed before they are compared, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
-    ``name`` is the table's name, for error messages.
+    Args:
+        match: The table.  A trial matches if it has the value that the table gives for each field, or one of the values
+            if the table gives a list.  Values are parsed first, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
+        name: The table's name, for error messages.
+        points: The trials, each as its values by dotted path.
+
+    Returns:
+        For each trial, whether the table matches it.
 
     Raises:
         SuiteError: If the table matches no trial, or if it names a value that no trial has.
@@ -274,13 +291,15 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
 
 
 def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[str]]:
-    """Drop the policy fields of each point that would turn its strategy into another strategy.
+    """Drop policy fields that do not fit a trial's strategy, such as quantised weights for ``zero3``.
 
-    A point has the values of one trial by dotted path.
+    Args:
+        points: The trials, each as its values by dotted path.
+        file: The suite file's tables.
 
     Returns:
-        The points without these fields, and a list of lines for the user.  Each line names one field that was dropped,
-        the strategies of the trials that lost it, and the reason.
+        The trials without these fields, and a list of lines for the user.  Each line names one field that was dropped,
+        the strategies from whose trials it was dropped, and the reason.
     """
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
     named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
@@ -305,9 +324,10 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether this command can read the block sizes of all codecs of a trial.
+    """Return whether the block sizes of all codecs of a trial are known to this process.
 
-    The block size of a user's codec is in a module of the suite, and some commands import no such modules.
+    The block size of a user's codec is known only after the user's module is imported, and some commands of ``zeropp``
+    import no such modules.
     """
     policy = trial.resolved_policy()
     return policy is None or policy.readable
@@ -316,15 +336,17 @@ def _readable(trial: Trial) -> bool:
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
     """Return copies of the trials with one common alignment, and with defaults in the fields that a trial does not use.
 
-    With an alignment of n elements, every parameter and every shard starts on a multiple of n elements.  The alignment
-    is ``align`` or, if ``align`` is None, the least common multiple of the block sizes of all policies.  Policies whose
-    block sizes this command cannot read (:attr:`impl.policy.policy.Policy.readable`) are left out.
-
-    Fields that a trial does not use get their defaults, so that they do not change the trial's id:
+    Unused fields get their defaults so that they do not change the trial's id.  These fields are
 
     - for a peer: ``policy``, and the ``peer`` fields that the peer's library does not read;
     - for other trials: all ``peer`` fields;
     - ``method`` and ``gather_method``, if the trial names no class of the user's own.
+
+    Args:
+        trials: The trials.
+        align: The alignment in elements: every parameter and every shard starts on a multiple of it.  With None, it is
+            the least common multiple of the block sizes of all policies, except policies with a codec whose block size
+            is not known (:func:`_readable`).
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -352,10 +374,12 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return, for each trial, the trial that runs in its place, which for most trials is the trial itself.
+    """Find trials that would run exactly the same, and choose one of them to run.
 
-    If several trials would run exactly the same, only one of them runs: the trial that changes the fewest fields of its
-    preset.
+    The chosen trial is the one that changes the fewest policy fields of its strategy.
+
+    Returns:
+        For each trial, the trial that runs in its place.  For most trials this is the trial itself.
     """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]
@@ -365,7 +389,10 @@ def _runs(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _run_key(trial: Trial) -> str:
-    """Return a key that is equal for trials that resolve to the same run, even if their strategies differ."""
+    """Return a text that is equal for two trials if both would run exactly the same.
+
+    This may be so although their strategies differ, for example if one trial changes its policy into the other's.
+    """
     data = trial.canonical()
     policy = trial.resolved_policy()
     if policy is not None:
@@ -389,10 +416,11 @@ def _run_key(trial: Trial) -> str:
 def _check_baselines(
     repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
 ) -> None:
-    """Refuse ``repeats = "until ..."`` if some trials have no baseline with which they may be compared.
+    """Refuse ``repeats = "until ..."`` if some trials have no baseline.
 
-    With ``until``, the number of repeats depends on the intervals of ratios to the baseline.  Trials may be compared if
-    they differ only in their configuration, such as strategy and policy, and in the fields ``also``.
+    With ``until``, trials are repeated until their ratios to the baseline are known precisely enough, so that each
+    trial needs a baseline.  A trial and its baseline may differ only in seed and repeat, in strategy, policy and the
+    other fields of the configuration, and in the fields ``also``.
 
     Args:
         repeats: The suite's key ``repeats``.
@@ -409,20 +437,21 @@ def _check_baselines(
     for setting in comparable_groups(trials, "repeat", "seed", *also):
         if not any(is_baseline(trial, roles) for trial in setting):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
-            why = f"needs ratios over {named}, but {named} has no trial in the setting of {present}"
+            why = f"compares each trial with {named}, but no trial of {named} has the setting of {present}"
             raise SuiteError(
-                f'repeats = "until ..." {why}, that is, with the same cluster, model, batch and so on; add such a '
-                "trial, or set repeats to a number"
+                f'repeats = "until ..." {why} (the same cluster, model, batch and so on); add such a trial, or set '
+                "repeats to a number"
             )
 
 
 def _roles(
     file: SuiteTables, points: list[Point], runs: list[Trial]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Determine which trials are the baseline and the contrast, from the suite's keys ``baseline`` and ``contrast``.
+    """Determine which trials are the baseline and which are compared with it, from the suite's keys.
 
-    Without the key ``contrast``, all trials other than the baseline are the contrast.  Several combinations may resolve
-    to one run: the run is the baseline if ``baseline`` matches one of its combinations.
+    The key ``baseline`` matches the baseline.  The key ``contrast`` matches the trials that are compared with it;
+    without this key, these are all other trials.  A trial that runs for several combinations is the baseline if
+    ``baseline`` matches one of them.
 
     Args:
         file: The suite file's tables.
@@ -430,9 +459,13 @@ def _roles(
         runs: For each combination, the trial that runs for it.
 
     Returns:
-        Two parts.  The first is ``baseline`` or ``contrast`` by the id of each trial that has a role; it is empty
-        without the key ``baseline``.  The second is the training fields, such as ``optimizer``, that belong to the
-        configuration in this suite (:func:`~harness.suites.repeat_order.compared_also`).
+        (roles, also).  ``roles`` maps the id of each trial with a role to ``baseline`` or ``contrast``; it is empty
+        without the key ``baseline``.  ``also`` names the training fields, such as ``optimizer``, in which trials may
+        differ from their baseline in this suite (:func:`~harness.suites.repeat_order.compared_also`).
+
+    Raises:
+        SuiteError: If the keys match no trial, match the same trial, or leave trials without something to compare with;
+            or if ``contrast`` is set without ``baseline``.
     """
     if not file.baseline:
         if file.contrast:
@@ -478,21 +511,21 @@ def _roles(
 def _check_nearest(
     key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
 ) -> None:
-    """Refuse several baselines of one setting if it is not clear with which of them a trial is compared.
+    """Raise a SuiteError if a trial has several baselines, and it is not clear which of them it is compared with.
 
-    A trial is compared with the nearest baseline: the baseline that differs from the trial in the fewest fields.  If
-    two baselines are equally near to a trial, they are refused.  With ``repeats = "until ..."``, several baselines of
-    one setting are always refused.
+    A setting (the same cluster, model, batch and so on) may have several baselines.  Each trial of the setting is
+    compared with the nearest baseline, which differs from the trial in the fewest fields.
 
     Args:
         key: The suite's key ``baseline`` with its value, for the message.
         file: The suite file's tables.
         bases: All baselines.
-        others: All trials of the contrast.
+        others: All trials that are compared with a baseline.
         also: Further fields that belong to the configuration in this suite, in addition to strategy, policy and so on.
 
     Raises:
-        SuiteError: If baselines are refused.
+        SuiteError: If two baselines are equally near to a trial, or if the suite has ``repeats = "until ..."``, which
+            allows only one baseline in a setting.
     """
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
@@ -512,9 +545,12 @@ def _check_nearest(
 
 
 def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int) -> str:
-    """Return the end of an error message about trials of the contrast that have no baseline in their setting.
+    """Return the end of an error message about trials that have no baseline to be compared with.
 
-    ``alone`` are these trials, ``bases`` the baselines, and ``total`` is the number of all trials of the contrast.
+    Args:
+        alone: The trials without a baseline in their setting (the same cluster, model, batch and so on).
+        bases: All baselines.
+        total: Number of all trials that should be compared with a baseline.
     """
     where = _difference(alone[0], bases)
     count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
@@ -524,9 +560,10 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """Return a text with the fields in which a trial's setting differs from the most similar setting in ``others``.
+    """Return the fields in which a trial differs from the most similar trial in ``others``, as text.
 
-    The text has the trial's values, such as ``cluster.nodes = 2, seed = 1``.
+    The text has the first trial's values, such as ``cluster.nodes = 2, seed = 1``.  Strategy, policy and the other
+    fields of the configuration are not compared.
     """
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
     mine, fewest = dict(flatten(kept)), list[str]()

@@ -168,8 +168,11 @@ def check_tables(
 ) -> None:
     """Refuse empty tables, and axes that list a value twice.
 
-    Two values of an axis count as equal if ``parsed`` makes the same trial of them.  ``"1 Gbit/s"`` and
-    ``"1000 Mbit/s"`` are therefore equal.
+    Args:
+        file: The suite file's tables.
+        axes: For each axis, its points.
+        parsed: Makes a trial from a point.  Two values of an axis are equal if their trials are equal, such as
+            ``"1 Gbit/s"`` and ``"1000 Mbit/s"``.
 
     Raises:
         SuiteError: For the first such table or value.
@@ -227,8 +230,8 @@ def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: 
         table = f"[[override]] #{number} set"
         for path, value in flatten(override.set):
             if (table, path) not in standing:
-                later = "a later [[override]] sets it again wherever this one matches"
-                raise SuiteError(f"{table} {path} = {value_text(value)}: {later}; remove one of them")
+                later = "later [[override]] tables set it again in every trial that this one matches"
+                raise SuiteError(f"{table} {path} = {value_text(value)}: {later}; remove this one")
     for axis in axes:
         paths = list(dict.fromkeys(path for row in axis for path in row))
         left = {json.dumps([point[p].value for p in paths if p in point], default=str) for point in points}
@@ -247,9 +250,9 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
     """Refuse a setting that has no effect in any of the trials for which a table sets it.
 
     Args:
-        given: For each trial, the settings that the suite's tables give it.
-        points: For each trial, the same settings without those that do not apply to the trial's strategy.
-        trials: The trials.
+        given: For each trial, all settings that the suite's tables give it, by dotted path.
+        points: For each trial, the settings in ``given`` that apply to the trial's strategy.
+        trials: The trials, in the order of ``given`` and ``points``.
     """
     usual = Trial().model_dump(mode="json")
     reasons: dict[tuple[str, str], list[str | None]] = defaultdict(list)
@@ -280,10 +283,10 @@ def _why_unused(trial: Trial, path: str) -> str | None:
 
 
 def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse values of ``answer``, ``margin``, ``seconds`` and ``repeats`` for which the trials measure too little.
+    """Refuse values of ``answer``, ``margin``, ``seconds`` and ``repeats`` that need more than the trials measure.
 
-    For example, ``answer = "loss"`` needs trials with validation, and ``margin`` needs two validations in the last
-    quarter of the steps.
+    These are keys at the top of a suite file.  For example, ``answer = "loss"`` needs trials that measure validation
+    losses, and ``margin`` needs two validations in the last quarter of the steps.
     """
     for reason in _unanswered(file.answer, trials):
         raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')
@@ -300,13 +303,14 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
             )
     if file.seconds == file.name:
         raise SuiteError(
-            f'seconds = "{file.seconds}": names this suite itself, whose seconds are used in any case: name another '
+            f'seconds = "{file.seconds}": names this suite itself, whose step times are used by default: name another '
             "suite, or remove seconds"
         )
     if file.seconds and not any(map(_has_curve, trials)):
         raise SuiteError(
-            f'seconds = "{file.seconds}": has no effect without a curve of losses: set validate_every so that trials '
-            f"of {LEAST_STEPS} steps or more are validated at least twice, or remove seconds"
+            f'seconds = "{file.seconds}": has no effect without several validation losses of a trial: set '
+            f"validate_every so that trials of {LEAST_STEPS} steps or more are validated at least twice, or remove "
+            "seconds"
         )
 
 
@@ -317,7 +321,10 @@ def _has_curve(trial: Trial) -> bool:
 
 
 def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse a suite whose ranks are threads if its answer or its ``repeats = "until ..."`` needs measured seconds."""
+    """Refuse a suite that needs measured seconds although its ranks are threads, which measure none.
+
+    Seconds are needed by answers such as ``step``, and by ``repeats = "until ..."``.
+    """
     why = "cluster.ranks = 'threads' measures no seconds"
     if (found := quantity(trials, file.answer)) in _OF_SECONDS:
         given = f'answer = "{file.answer}"' if file.answer else f"the suite's answer would be {found!r}"
@@ -330,9 +337,9 @@ def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:
 
 
 def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield why the trials do not measure the quantity ``answer``, and which setting would let them measure it.
+    """Yield an error text for each reason why the trials do not measure the quantity ``answer``.
 
-    Yield nothing if they measure it.
+    Each text ends with the setting that would let them measure the quantity.
     """
     ours = {configuration_of(trial) for trial in trials if trial.strategy not in PEERS}
     for trial in trials if answer == "loss" else ():

@@ -87,10 +87,10 @@ def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def pad_mark(share: float) -> str:
-    """Return `` ¶``, a space and a mark, if a model has much padding.  Returns the empty text otherwise.
+    """Return the text `` ¶``, which marks a model with much padding in tables.  Returns the empty text for others.
 
-    ``share`` is the number of the model's padding elements divided by its number of other elements.  The mark is
-    returned if ``share`` is above ``MUCH_PADDING``.
+    ``share`` is the number of the model's padding elements divided by the number of its other elements.  A model has
+    much padding if its share is above ``MUCH_PADDING``.
     """
     return f" {PADDED}" if share > MUCH_PADDING else ""
 

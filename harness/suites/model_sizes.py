@@ -64,13 +64,15 @@ PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 
 def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) -> float:
     """Count the floating-point operations of one forward and backward pass (arXiv 2104.04473, section 5.1).
 
-    With B sequences of s tokens, the forward pass of one block takes ``24 B s h^2 (1 + s / 6h)`` operations, and its
-    backward pass takes twice as many.  The logits of a GPT or BERT take ``6 B s h V`` operations in both passes
-    together.  In a ViT, the patch embedding takes ``4 B 1024 h`` operations, and the logits of its C = 256 classes take
-    ``6 B h C`` operations.
+    With B sequences of s tokens, hidden size h and V tokens in the vocabulary, these are the operations:
+
+    - forward pass of one block: ``24 B s h^2 (1 + s / 6h)``; backward pass of one block: twice as many;
+    - logits of a GPT or BERT, in both passes together: ``6 B s h V``;
+    - patch embedding of a ViT, in both passes together: ``4 B 1024 h``;
+    - logits of a ViT with its C = 256 classes, in both passes together: ``6 B h C``.
 
     Args:
-        shape: Sizes of the model, with h and V.
+        shape: Sizes of the model, such as h and V.
         sequences: B, the number of sequences of all ranks together.
         length: s, the number of tokens (or patches) of a sequence.
         recompute: Whether the backward pass runs the blocks' forward pass again (activation checkpointing).

@@ -43,17 +43,17 @@ def parse_size(value: object) -> int | None:
 
 
 def _parsed(value: object, units: Mapping[str, float], least: float, most: float, valid: str) -> float | None:
-    """Return the number in a text such as ``"50 Mbit/s"``, multiplied by the factor of its unit.
+    """Convert a text such as ``"50 Mbit/s"`` to a number: the number in the text times the factor of its unit.
 
     Args:
         value: The text.  If it is None, None is returned.
         units: The factor of each unit.
-        least: Smallest valid product.  The product must also be above 0.
-        most: Largest valid product.
+        least: Smallest valid result.  The result must also be above 0.
+        most: Largest valid result.
         valid: Names the valid units and values in the error message.
 
     Raises:
-        ValueError: If the value is no such text, or if the product is not valid.
+        ValueError: If the value is not a number with one of the units, or if the result is out of range.
     """
     if value is None:
         return None
@@ -65,10 +65,10 @@ def _parsed(value: object, units: Mapping[str, float], least: float, most: float
 
 
 def text_or_number(parse_text: Callable[[object], object]) -> BeforeValidator:
-    """Return a validator for a field that is a text with a unit in suites, and a number in canonical JSON.
+    """Return a validator for a field that suites write as text with a unit, and records as a number.
 
-    The validator calls ``parse_text`` with the text.  If the validation context is :data:`CANONICAL`, it returns the
-    value unchanged.
+    From a suite, the validator passes the field's text to ``parse_text``, and returns the result.  From a record, which
+    is read with the validation context :data:`CANONICAL`, it returns the number unchanged.
     """
 
     def read(value: object, info: ValidationInfo) -> object:

@@ -107,13 +107,14 @@ def family_of(strategy: str) -> Family | None:
 
 
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a peer, without batch sizes and types.
+    """Return the configuration of a peer from DeepSpeed, such as ``deepspeed-hpz``, without batch sizes and data types.
 
     Args:
         peer: The peer.
         ranks_per_node: Number of ranks of a node; the size of hpZ's groups if the peer has hpZ.
-        table: The configuration that a suite gives.  The peer's settings are added to the keys of ``table``, but
-            replace none of them.  Without a table, the peer's settings are added to plain ZeRO-3.
+        table: The DeepSpeed configuration that a suite gives, to which the peer's settings are added.  If both set a
+            key, the value of ``table`` is used.  With None, the configuration has only the peer's settings, and stage 3
+            if the peer sets no stage.
     """
     own = dict(peer.zero) | ({"zero_hpz_partition_size": ranks_per_node} if peer.hpz else {})
     if table is None:

@@ -16,14 +16,14 @@ _CODECS: Final = ("weights", "gradients")
 
 
 def unfitting_changes(trial: Trial) -> dict[str, str]:
-    """Return the policy fields that a trial sets although they do not fit its strategy.
+    """Return the policy fields that a trial sets although they do not fit its strategy, with the reasons.
 
-    A field does not fit in two cases: it would turn the strategy into another strategy, or the strategy runs inside
-    FSDP2 or DDP, which cannot do what the field asks for.
+    A field does not fit if it would turn the strategy into another strategy.  It also does not fit if the strategy runs
+    inside FSDP2 or DDP, and they cannot do what the field asks for.
 
     Returns:
-        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is a
-        sentence without its last word, such as "it would make another strategy of"; the caller appends the name of the
+        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is the
+        beginning of a sentence, such as "it would make another strategy of", which the caller ends with the name of the
         strategy.  The dict is empty for peers and for a strategy of the user's own.
     """
     try:

@@ -53,8 +53,12 @@ class Repeats:
     def parse(cls, value: Any) -> Repeats:
         """Parse the value of a suite's key ``repeats``.
 
-        Valid are a whole number above 0, ``until 2 %`` and ``until 2 %, at most 30``.  Raises a ValueError for other
-        values.
+        A whole number above 0 is the number of repeats.  With ``"until 2 %, at most 30"``, trials are repeated until
+        each ratio to the baseline is known to 2 % (half the width of its confidence interval), but at most 30 times.
+        With ``"until 2 %"``, they are repeated at most :data:`MOST` times.
+
+        Raises:
+            ValueError: For other values.
         """
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)
@@ -74,8 +78,9 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Group the trials that differ only in their configuration and in the fields ``also``.
+    """Divide trials into groups that can be compared with each other, and return the groups.
 
+    The trials of a group differ only in their configuration (strategy, policy and so on) and in the fields ``also``.
     Groups, and the trials of a group, are in the order of ``trials``.
     """
     groups: dict[str, list[Trial]] = {}
@@ -85,10 +90,10 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """Return, as JSON text, all fields of a trial except its configuration and the fields that ``also`` names.
+    """Return a trial's setting as JSON text: all its fields except its configuration and the fields in ``also``.
 
-    The configuration consists of strategy, policy and the other fields of :data:`CONFIGURATION`.
-    Trials that differ in ``seed`` or ``repeat`` have different texts unless ``also`` names these fields.
+    Trials with equal settings can be compared with each other.  The configuration is strategy, policy and the other
+    fields of :data:`CONFIGURATION`.  ``seed`` and ``repeat`` belong to the setting if ``also`` does not name them.
     """
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONFIGURATION, *also)}
     return json.dumps(data, sort_keys=True)
@@ -104,12 +109,16 @@ def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
 
 
 def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, ...]:
-    """Return the fields of :data:`TRAINING` that belong to the configuration in this suite.
+    """Return the training fields, such as ``optimizer``, in which trials may differ from their baseline in this suite.
 
-    A field belongs to the configuration if a trial of ``others`` has a value that no trial of ``bases`` has.  If the
-    baseline uses AdamW and the contrast uses SGD, the suite compares optimizers, so ``optimizer`` belongs to the
-    configuration.  If baseline and contrast both run with AdamW and with SGD, ``optimizer`` belongs to the setting:
-    the suite compares AdamW with AdamW, and SGD with SGD.
+    These are the fields of :data:`TRAINING` for which a trial of ``others`` has a value that no baseline has.  If the
+    baseline uses AdamW and the other trials use SGD, the suite compares optimizers, so ``optimizer`` is in the result.
+    If both the baselines and the other trials run with AdamW and with SGD, ``optimizer`` is not in the result: AdamW is
+    compared with AdamW, and SGD with SGD.
+
+    Args:
+        bases: All baselines; if empty, the result is empty.
+        others: All trials that are compared with a baseline.
     """
     if not bases:
         return ()
@@ -122,10 +131,12 @@ def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str,
 
 
 def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
-    """Return whether a trial is a baseline, which ratios divide by.
+    """Return whether a trial is a baseline, with which other trials are compared.
 
-    ``roles`` maps trials to ``baseline`` or ``contrast``; a key is the id of the trial with ``repeat`` set to 0.  If
-    ``roles`` is empty, every trial with strategy :data:`BASELINE` is a baseline.
+    Args:
+        trial: The trial.
+        roles: Maps the id that a trial has with ``repeat`` = 0 to ``baseline`` or ``contrast``.  If it is empty, every
+            trial with strategy :data:`BASELINE` is a baseline.
     """
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"
@@ -156,15 +167,15 @@ def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
 
 
 def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
-    """Yield a copy of every trial with ``repeat`` as its repeat, in the order in which the trials run.
+    """Yield the trials of one repeat, in the order in which they run.
 
-    Trials that differ only in their configuration (strategy and policy) and repeat follow one another.  Their order is
-    rotated from repeat to repeat, and reversed in every second repeat, so that slow drift of the machine affects all
-    configurations alike.
+    Trials that are compared with each other (those that differ only in configuration) run one directly after the other.
+    From repeat to repeat their order is rotated, and in every second repeat it is reversed, so that slow drift of the
+    machine affects all configurations alike.
 
     Args:
-        settings: The trials.
-        repeat: Number of the repeat, which decides the order.
+        settings: The trials to repeat.  The yielded trials are copies of them, with their field ``repeat`` set.
+        repeat: Number of the repeat.
     """
     for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)

@@ -112,15 +112,18 @@ class Suite(SuiteKeys):
     def sweep(self, number: int) -> tuple[Trial, ...]:
         """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."`` the number of repeats depends on results: the sweep may add repeats
-        (:mod:`harness.runs.further_repeats`).  The returned trials are only those that the sweep runs in any case.
+        With ``repeats = "until ..."``, these are the trials that run whatever the results are.  Further repeats depend
+        on the results (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleave(self.combinations, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
-        """Return all trials that the first ``sweeps`` sweeps may run, by their ids."""
+        """Return all trials that the first ``sweeps`` sweeps may run, as a dict from a trial's id to the trial.
+
+        With ``repeats = "until ..."``, these include the largest number of repeats.
+        """
         repeats = range(sweeps * self.repeats.most)
         trials = (
             setting.model_copy(update={"repeat": repeat})
@@ -130,7 +133,7 @@ class Suite(SuiteKeys):
         return {trial.id: trial for trial in trials}
 
     def trial_by_prefix(self, identity: str, sweeps: int = 1) -> Trial:
-        """Return the trial of the first ``sweeps`` sweeps whose id begins with ``identity``.
+        """Return the trial whose id begins with ``identity``; the first ``sweeps`` sweeps are searched.
 
         Raises:
             Refusal: if there is no such trial, or if there are several.
@@ -140,5 +143,5 @@ class Suite(SuiteKeys):
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])
             known += ", ..." if len(self.trials) > _MOST_NAMED else ""
             count = f"{len(trials) or 'no'} trials have an id that begins with {identity!r}"
-            raise Refusal(f"suite {self.name!r}: {count}; its trials are {known}")
+            raise Refusal(f"suite {self.name!r}: {count}; name one of its trials: {known}")
         return trials[0]

@@ -34,7 +34,7 @@ def load(path: Path, align: int | None = None) -> Suite:
 
     Args:
         path: The suite file.
-        align: The alignment of all policies: every parameter and every shard starts on a multiple of so many elements.
+        align: The alignment of all policies, in elements: every parameter and every shard starts on a multiple of it.
             With None, the alignment is the least common multiple of the block sizes of all codecs in the suite.
 
     Raises:

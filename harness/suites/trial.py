@@ -92,7 +92,8 @@ class _Frozen(BaseModel):
     def used(self) -> dict[str, Any]:
         """Return the fields as JSON-ready data, by name.
 
-        A field that was added after the first version is left out if it has its default.
+        A field that was added after this project's first version is left out if it has its default, so that the ids
+        of older trials, which are hashes of this data, do not change.
         """
         fields, data = type(self).model_fields, self.model_dump(mode="json")
         return {
@@ -247,10 +248,10 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 
 
 def _key(each: Setting) -> tuple[Any, Any]:
-    """Return the type and the pydantic field that validate the value of one ``policy.*`` key of a suite.
+    """Return the type and the pydantic field with which a suite's value for one ``policy.*`` key is validated.
 
-    A key that has its default leaves the strategy's value as it is.  The default is None for most keys.  If the field
-    of the policy may be a user's class, the value of the key is the name of this class.
+    The field's default, None for most keys, means that the suite leaves the strategy's value as it is.  A setting whose
+    value is an object in a policy, such as a codec or a user's class, is text in a suite.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:
@@ -270,11 +271,11 @@ _Varying: Any = create_model(
 
 
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the ``policy.*`` keys and values of a suite, and return the fields of the policy by name.
+    """Convert the ``policy.*`` keys of a suite to fields of a policy, with their values parsed.
 
-    ``weights`` may be a pair of codecs.  ``("int4:256", "int8:256")`` gives int4:256 to the field ``inside``, the codec
-    for messages inside hpZ's groups, and int8:256 to the field ``weights``.  If both texts are equal, ``inside`` is
-    None.
+    The key ``weights`` may be a pair of texts, such as ``("int4:256", "int8:256")``.  The first is the codec for
+    messages inside hpZ's groups, and becomes the field ``inside``.  The second is the codec for all other messages, and
+    becomes the field ``weights``.  If both texts are equal, ``inside`` is None.
     """
     values = {name: KEYS[name].parsed(value) for name, value in given.items()}
     # A pair has the codec for messages inside hpZ's groups, then the codec for all other messages.
@@ -307,9 +308,9 @@ class SpanChanges(_Varying):
 
     @model_validator(mode="after")
     def _may_change(self) -> Self:
-        """Raise a ValueError if a span of a schedule (steps with changed policy keys) has a field that it may not have.
+        """Raise a ValueError if a span of a schedule sets a field that a span cannot set.
 
-        Such a field is a misspelt one, or a ``policy.*`` key that must not change during a run; the error says why.
+        The field is either misspelt, or a ``policy.*`` key that must not change during a run.
         """
         for name in self.model_extra or {}:
             if name in PolicyChanges.model_fields:
@@ -332,7 +333,7 @@ class SpanChanges(_Varying):
         }
 
     def span(self) -> Span:
-        """Return this span as :class:`impl.policy.spans.Span`, with the text forms of its fields parsed."""
+        """Convert this span to :class:`impl.policy.spans.Span`, with its texts, such as ``int8:256``, parsed."""
         given = {name: value for name, value in self if value is not None and name not in ("until", "every")}
         return Span(until=self.until, every=self.every, **_as_fields(given))
 
@@ -365,16 +366,19 @@ class PolicyChanges(_Keys):
     @field_validator("schedule")
     @classmethod
     def _some(cls, value: tuple[SpanChanges, ...] | None) -> tuple[SpanChanges, ...] | None:
-        """Turn a schedule without spans, ``[]``, into None.
+        """Replace the empty schedule ``[]`` by None, which means no schedule.
 
-        In a suite that compares schedules, ``[]`` is the value for a configuration without a schedule.
+        A suite that compares schedules writes ``[]`` for the configuration without a schedule.
         """
         return value or None
 
     @field_validator("secondary_format")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
-        """Turn the default ``frames`` into None, so that a trial has the same id whether or not it sets the default."""
+        """Replace ``secondary_format = "frames"``, the default, by None.
+
+        A trial then has the same id whether or not it sets the default.
+        """
         return None if value == "frames" else value
 
     def applied(
@@ -383,7 +387,7 @@ class PolicyChanges(_Keys):
         arguments: Mapping[str, Any] | None = None,
         gather_arguments: Mapping[str, Any] | None = None,
     ) -> Policy:
-        """Return a copy of a policy with these values in place of its fields.  Fields that are None are kept.
+        """Return a copy of a policy, changed by these values.  A value of None leaves the policy's field as it is.
 
         Args:
             base: The policy.
@@ -410,10 +414,10 @@ class PolicyChanges(_Keys):
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields, with the defaults for images if the model is a vision preset.
+    """Return a trial's fields, with other defaults if the model is a preset for images.
 
-    These defaults are corpus ``glyphs`` and ``sequence`` 64, the number of patches of an image.  They are added only
-    for fields that ``fields`` does not have.
+    For such a model, ``corpus`` is ``glyphs`` and ``sequence`` is 64 (patches of an image) if ``fields`` does not set
+    them.
     """
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
@@ -468,9 +472,12 @@ class PeerSettings(_Frozen):
     bucket_mb: float = Field(BUCKET_MB, gt=0)  # DDP: largest bucket of gradients, in MB
 
     def read_by(self, family: Family) -> PeerSettings:
-        """Return a copy of these settings in which every setting that ``family`` does not read has its default.
+        """Return a copy of these settings, with defaults for the settings that a library does not read.
 
-        ``reduce_dtype`` gets its default also if ``compute`` is fp32, since gradients are reduced in fp32 then anyway.
+        ``reduce_dtype`` also gets its default if ``compute`` is fp32, since gradients are then always reduced in fp32.
+
+        Args:
+            family: The library, such as ``ddp``.
         """
         unread = {name for name, families in READ_BY.items() if family not in families}
         unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # gradients are fp32 then in any case
@@ -537,12 +544,14 @@ class Trial(_Frozen):
         return {name: argument for name, argument in value.items() if argument != "none"}
 
     def canonical(self) -> dict[str, Any]:
-        """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
+        """Return the trial as JSON-ready data, whose hash is the trial's id.
 
-        A field that was added after the first version is left out if it has its default, so that older trials keep
-        their ids.  The names of hosts and Slurm's options are left out, and so are ``generate`` and ``rlhf`` for
-        workloads that do not use them.  Policy fields with :attr:`impl.policy.setting.Setting.implied` are also left
-        out if they have the value that they have in the strategy's preset.
+        Rates are in Mbit/s, ``latency`` is in ms and ``memory_limit`` in bytes.  These fields are left out:
+
+        - fields that were added after the first version and have their default, so that older trials keep their ids;
+        - the names of hosts, and Slurm's options;
+        - ``generate`` and ``rlhf`` with workloads that do not use them;
+        - policy fields with :attr:`impl.policy.setting.Setting.implied` whose value is that of the strategy's preset.
         """
         data = self.used()
         parts = ("cluster", "optimizer", "policy", *(("peer",) if "peer" in data else ()))
@@ -634,19 +643,19 @@ class Trial(_Frozen):
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """Return the configuration of a peer from DeepSpeed, without batch sizes and types.
+        """Return the DeepSpeed configuration of a trial that DeepSpeed trains, without batch sizes and data types.
 
-        :func:`harness.strategies.deepspeed.configuration` adds batch sizes and types.
+        :func:`harness.strategies.deepspeed.configuration` adds these.
         """
         table = None if self.deepspeed_config is None else json.loads(self.deepspeed_config)
         return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
 
     @property
     def own_method(self) -> OwnMethod | None:
-        """The user's class that reduces gradients, with its arguments.  None if no such class is named.
+        """The user's class that reduces gradients, with its arguments.  None if the trial names no such class.
 
-        The arguments are the suite's ``method.*``.  There is one exception: if the strategy is a class of the user's
-        too, the strategy gets these arguments, and the class that reduces gets none.
+        The arguments are the suite's ``method.*``.  If the strategy is a user's class too, these arguments go to the
+        strategy instead, and the class that reduces gradients gets none.
         """
         named = self.policy.reduce if self.strategy not in PEERS else None
         arguments = {} if self.own_strategy else self.method
@@ -654,7 +663,7 @@ class Trial(_Frozen):
 
     @property
     def own_gather(self) -> OwnMethod | None:
-        """The user's class that gathers weights, with its arguments.  None if no such class is named."""
+        """The user's class that gathers weights, with its arguments.  None if the trial names no such class."""
         named = self.policy.gather if self.strategy not in PEERS else None
         return method(named, **self.gather_method) if named is not None and ":" in named else None
 
@@ -669,10 +678,11 @@ class Trial(_Frozen):
         return self.policy.model_dump(exclude_defaults=True)
 
     def resolved_policy(self) -> Policy | None:
-        """Return the strategy's policy with this trial's changes.  Returns None for a peer.
+        """Return the policy with which the trial trains: the strategy's policy with this trial's changes.
 
-        In the result, the spans of a schedule end at numbers of steps.  An end that is given in percent is a share of
-        all steps of the trial, warm-up included: with 10 warm-up steps and 90 timed steps, ``"50 %"`` becomes 50.
+        Returns None for a peer, which has no policy.  If the policy has a schedule, ends of its spans that are given in
+        percent are converted to steps.  All steps of the trial count, warm-up included: with 10 warm-up steps and 90
+        timed steps, ``"50 %"`` becomes 50.
 
         Raises:
             PolicyError: If no topology could run the policy, or if its schedule does not fit the trial's steps.

@@ -244,11 +244,12 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Return the trial, with the limit on a unit's size raised if some module of the model exceeds the limit.
+    """Raise the limit on the size of units if the model needs it, and return the changed trial.
 
-    A unit is a set of parameters that are gathered together, and the limit is DeepSpeed's
-    ``stage3_max_live_parameters``.  A module that cannot be divided into smaller units may have more parameters, and
-    DeepSpeed gathers it all the same.  The limit is then raised to the number of parameters of the largest such module.
+    A unit is a set of parameters that are gathered together.  The limit on its parameters is DeepSpeed's
+    ``stage3_max_live_parameters``.  DeepSpeed gathers even a module that has more parameters than the limit.  Our
+    engine divides such modules into smaller units.  If some cannot be divided, this function raises the limit to the
+    number of parameters of the largest one.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks
@@ -284,11 +285,13 @@ def steps_text(manifest: Manifest) -> str:
 
 
 def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the DeepSpeed configuration, into which the values of the flags have been written.
+    """Return a copy of the DeepSpeed configuration with the values of the command's flags added.
+
+    For example, ``--zero-stage 2`` sets the key ``zero_optimization.stage``.
 
     Raises:
-        Refusal: If a flag's key has another value in the configuration, or if the configuration has a single value
-            where the table of this key belongs.
+        Refusal: If the configuration has another value for the flag's key, or has something other than a table where
+            the key's table belongs.
     """
     table, lr = copy.deepcopy(dict(config)), settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
@@ -327,10 +330,13 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
     """Return the topology, and whether torchrun has started the ranks.
 
-    ``nodes`` and ``ranks_per_node`` are the values of the flags, or None for a flag that was not given.  Without
-    torchrun, the defaults are 1 node and 2 ranks per node.  Under torchrun, a flag that is None follows from the other
-    flag and the number of ranks that torchrun started: with 8 ranks and ``--nodes 2``, a node has 4 ranks.  If both are
-    None, nodes and ranks per node are those of torchrun.
+    Without torchrun, the defaults are 1 node and 2 ranks per node.  Under torchrun, a missing flag is computed from the
+    other flag and the number of ranks that torchrun started.  For example, with 8 ranks and ``--nodes 2``, a node has 4
+    ranks.  If both flags are missing, torchrun's own nodes and ranks per node are used.
+
+    Args:
+        nodes: Value of the flag ``--nodes``; None if it is missing.
+        ranks_per_node: Value of the flag ``--ranks-per-node``; None if it is missing.
 
     Raises:
         Refusal: If torchrun has started another number of ranks than the flags give.

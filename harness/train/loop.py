@@ -173,7 +173,7 @@ class _Training:
             checkpoint.check_model(self.zero, manifest)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{path}: {error} (--preset, --num-layers, --hidden-size and --vocab-size give the model)"
+                f"{path}: {error} (--preset, --num-layers, --hidden-size and --vocab-size choose this run's model)"
             ) from None
         kinds, kind = [entry["kind"] for entry in manifest.optimizers], type(self.loop.optimizer).__name__
         if kinds != [kind]:
@@ -185,7 +185,10 @@ class _Training:
         return path
 
     def _save(self, done: int) -> None:
-        """Save a checkpoint after ``done`` steps, if one is due now: after the last step, and every ``every`` steps."""
+        """Save a checkpoint if one is due after ``done`` steps, and report its path.
+
+        If the job has a folder to save in, a checkpoint is due after the last step and after every ``job.every`` steps.
+        """
         job = self.job
         last = done == self.trial.steps
         if job.save is None or not (last or (job.every and done % job.every == 0)):

@@ -56,10 +56,11 @@ class Need:
 
 
 def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
-    """Predict the memory of a rank at each of the stages 0 to 3.
+    """Predict the memory of a rank at each of ZeRO's stages 0 to 3.
 
-    The policy's own stage is predicted with all options of the policy.  The other stages are predicted without those
-    options that only some stages support: a secondary shard, state groups, ``reduce_every``, and limits on memory.
+    The policy's own stage is predicted with all options of the policy.  The other stages might not support some of
+    these options.  They are predicted without hpZ's secondary shard, without groups of ranks that share one copy of the
+    states, and with the defaults of ``reduce_every`` and of the limits on memory, but with any padding.
     """
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
@@ -77,9 +78,11 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
 
 
 def _columns(parts: dict[str, int]) -> dict[str, int]:
-    """Return the bytes in each column of the table.
+    """Add up the parts of memory that share a column of the table, and return the bytes of each column.
 
-    ``parts`` are the bytes of each part of memory, such as ``masters``, either on the device or on the host.
+    Args:
+        parts: Bytes by part of memory, such as ``masters``.  Parts that have no column of their own are added up in the
+            column ``other``.
     """
     sums = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
     return {**sums, "other": sum(parts.values()) - sum(sums.values())}
@@ -140,7 +143,9 @@ def in_words(size: float) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
-    """Return, as a text, why this machine's memory is too small for its ranks; None if it is large enough.
+    """Check whether this machine has enough memory for its ranks; return the reason as text if it has not.
+
+    Returns None if the memory of the machine and of its GPUs is large enough.
 
     Args:
         need: The memory that one rank needs.

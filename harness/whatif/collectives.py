@@ -78,15 +78,17 @@ class Collective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The properties that are equal on all ranks of the group: kind, elements, bytes of an element, and ranks."""
+        """The properties that must agree on all ranks of the group: kind, elements, bytes of an element, and ranks."""
         return self.kind, self.elements, self.item, self.group
 
     def wire_bytes(self) -> float:
         """Return the bytes that one rank sends to its neighbour if the collective runs as a ring.
 
-        W is the size of the whole tensor in bytes, the parts of all N ranks together.  An all-reduce sends
-        ``2 W (N - 1) / N``, a broadcast W, and every other collective ``W (N - 1) / N``.  If ``as_all_reduce`` is set,
-        a reduce-scatter counts as an all-reduce.
+        With N ranks and a whole tensor (the parts of all ranks together) of W bytes, the result is
+
+        - ``2 W (N - 1) / N`` for an all-reduce, and for a reduce-scatter with ``as_all_reduce``;
+        - ``W`` for a broadcast;
+        - ``W (N - 1) / N`` for every other collective.
         """
         size, turns = len(self.group), 2 if self.kind == "all_reduce" or self.as_all_reduce else 1
         whole = self.elements * self.item
@@ -95,7 +97,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Moments of one step that the trace names, in seconds."""
+    """When the phases of one step begin and end, and which module runs when, as the trace shows; in seconds."""
 
     backward: float  # first operation of the backward pass; infinite if there is none
     backward_end: float  # end of the last operation of autograd
@@ -108,7 +110,7 @@ class Marks:
 
     @classmethod
     def of(cls, step: Step) -> Marks:
-        """Find the moments of a step, such as the beginning of the backward pass, from the names of its events."""
+        """Find when the phases of a step, such as its backward pass, begin and end, from the names of its events."""
         passes = [event for event in step.host if event.name.startswith(_BACKWARD)]
         units = [
             event for event in step.host if event.category == "user_annotation" and _UNIT.match(event.name)
@@ -130,7 +132,7 @@ class Marks:
         )
 
     def phase(self, moment: float) -> Phase:
-        """Return the phase of the step at a moment, ``forward``, ``backward`` or ``optimizer``."""
+        """Return the phase in which the step is at a time in seconds: ``forward``, ``backward`` or ``optimizer``."""
         return "forward" if moment < self.backward else "backward" if moment < self.optimizer else "optimizer"
 
     def computing(self, moment: float) -> str:
@@ -317,7 +319,10 @@ def _sum(dims: Any) -> int:
 
 
 def _elements(shape: Any) -> int:
-    """Return the number of elements of a shape, or of all shapes in a list; 0 for anything else and an empty list."""
+    """Return the number of elements of a tensor's shape, or of all tensors in a list of shapes.
+
+    Returns 0 for an empty list, and for everything that is no list.
+    """
     if not isinstance(shape, list) or not shape:
         return 0
     if all(isinstance(size, int) for size in shape):
@@ -326,10 +331,17 @@ def _elements(shape: Any) -> int:
 
 
 def copies_out(marks: Marks, unit: str, moment: float) -> float | None:
-    """Return when FSDP first copies the gathered weights of ``unit`` to their places, at ``moment`` or later.
+    """Return when FSDP begins to copy a unit's gathered weights out of the buffer of the all-gather.
 
-    The all-gather of the unit must be complete at this time.  Returns None if FSDP copies no weights of the unit at
-    ``moment`` or later.
+    The host waits for the unit's all-gather in this copy.  On a GPU, the kernels that the copy launches wait instead.
+
+    Args:
+        marks: Marks of the step, which hold FSDP's annotations.
+        unit: Name of the FSDP module.
+        moment: Copies before this time, in seconds, are ignored.
+
+    Returns:
+        The beginning of the first such copy in seconds; None if there is none.
     """
     begins = sorted(
         event.begin for event in marks.units if event.name == f"FSDP::all_gather_copy_out ({unit})"

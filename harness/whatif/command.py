@@ -28,7 +28,11 @@ MOST_PREDICTED: Final = 1 << 16  # largest number of ranks of a predicted run
 
 
 def _speed_up_mark(row: Mapping[str, Any]) -> str:
-    """Return the interval of a row's speed-up as text.  If 1 lies inside the interval, the text ends in ``?``."""
+    """Return the interval of a predicted speed-up as text, such as ``(0.95 to 1.10) ?`` with a space before it.
+
+    The text ends in ``?`` if 1 lies between the ends of the interval, so that it is not known which program is faster.
+    It is empty if both ends are equal.
+    """
     mark = " ?" if _undecided(row) else ""
     return terminal_table.interval(row["low_speed_up"], row["high_speed_up"], ".2f") + mark
 
@@ -176,10 +180,14 @@ def whatif(
 
 
 def _rate(option: str, text: str) -> float:
-    """Return the rate that ``text``, the value of ``option``, states, such as ``100 Gbit/s``, in bytes a second.
+    """Parse the value of a command-line option that is a rate, and return the rate in bytes a second.
+
+    Args:
+        option: Name of the option, for the error message.
+        text: The value, such as ``100 Gbit/s``.
 
     Raises:
-        Refusal: If the text is no rate; the message begins with ``option``.
+        Refusal: If the text is no rate from 1 kbit/s to 100,000 Gbit/s.
     """
     try:
         mbit = parse_rate(text)
@@ -193,9 +201,15 @@ def _rate(option: str, text: str) -> float:
 
 
 def _shared(machine: Machine | None, traced: Topology, target: Topology) -> float:
-    """Return the factor by which computation is slower because more ranks share the processors than in the trace.
+    """Return by which factor computation takes longer than traced if another number of ranks shares the processors.
 
-    The factor is below 1 if fewer ranks share the processors.  It is 1 without a machine.
+    The factor is above 1 if more ranks share a processor than in the traced run, and below 1 if fewer do.  It is 1 if
+    ranks share no processors in either run.
+
+    Args:
+        machine: The machine; None if no machine file was given, and then the factor is 1.
+        traced: Nodes and ranks per node of the traced run.
+        target: Nodes and ranks per node of the predicted run.
     """
     if machine is None:
         return 1.0

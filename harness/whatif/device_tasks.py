@@ -1,8 +1,14 @@
-"""Turns one rank's step on a GPU into tasks: the kernels of each stream, the host's launches, and their waits.
+"""Divides one rank's step on a GPU into tasks of its streams and of the host, and finds which task waits for which.
 
-When torch issues a collective, it makes the collective's stream wait for the current stream.  Any other wait between
-streams is found by its effect: a stream was idle although its next kernel had been launched, and the kernel began when
-a kernel on another stream ended.  This module does not import torch.
+A trace does not name the waits between streams.  They are found in three ways:
+
+- When torch issues a collective, it makes the collective's stream wait for the current stream.
+- Other waits are found by their effect: a stream was idle although its next kernel had been launched, and the kernel
+  began when a kernel on another stream ended.
+- Waits for the output of collectives are also found from FSDP's annotations, and from the beginning of the optimizer's
+  step.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +70,10 @@ def on_device(
 
 
 class _Streams:
-    """The kernels of one step.  The *place* of a kernel is its number in the order in which kernels begin."""
+    """The kernels of one step on one rank, with the waits between them.
+
+    The *place* of a kernel is its index in the order in which kernels begin.
+    """
 
     def __init__(self, step: Step, collectives: Sequence[Collective], result: RankStep) -> None:
         launch = {event.arguments.get("correlation"): event.begin for event in step.launches}
@@ -82,13 +91,13 @@ class _Streams:
     def find_waits(self) -> float:
         """Find, for each kernel, the kernel of another stream that it waited for, if there is one.
 
-        If a stream was idle for more than 20 us although its next kernel K had been launched, K is taken to have waited
-        for the kernel of another stream that ended right before K began.  If K is a collective,
-        :meth:`_wait_as_issued` finds the other kernel instead, whether or not K's stream was idle.
+        - A collective waits for the kernel that :meth:`_wait_as_issued` finds.
+        - Any other kernel has waited if its stream was idle for more than 20 us although the kernel had been launched.
+          It is taken to have waited for the kernel of another stream that ended right before it began.
 
         Returns:
-            The unexplained idle time in seconds: time in which a stream was idle before a kernel, and no kernel was
-            found for which it waited.  It is summed for each stream, and the largest of the sums is returned.
+            The unexplained idle time in seconds: the time in which a stream waited for a kernel that was not found.  It
+            is summed for each stream, and the largest sum is returned.
         """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
@@ -107,10 +116,14 @@ class _Streams:
         return max(unexplained.values(), default=0.0)
 
     def _wait_as_issued(self, place: int) -> None:
-        """Note the kernel of another stream that the collective at ``place`` waits for, if there is one.
+        """Note which kernel of another stream a collective waits for, if there is one.
 
-        Candidates are those of the last 256 kernels that run on other streams, were launched before the collective, and
-        ended before the collective began.  The collective waits for the candidate that ended last.
+        The collective waits for work that the host launched on other streams before the collective.  Of this work, the
+        kernel that ended last before the collective began is noted.  Only the 256 kernels before the collective are
+        searched.
+
+        Args:
+            place: The collective's index in the order in which kernels begin.
         """
         earlier = [
             other
@@ -124,10 +137,14 @@ class _Streams:
             self._waits.setdefault(place, set()).add(last)
 
     def _ended_before(self, place: int, after: float) -> int | None:
-        """Return the place of the kernel on another stream that ended right before the kernel at ``place`` began.
+        """Find the kernel of another stream that ended right before a kernel began, at most 20 us earlier.
 
-        Right before means at most 20 us earlier.  The place of a kernel is its index in the order in which kernels
-        begin.  Returns None if there is no such kernel, or if it did not end after the time ``after``.
+        Args:
+            place: The kernel that began, as its index in the order in which kernels begin.
+            after: Time in seconds; kernels that had ended by then are not considered.
+
+        Returns:
+            The index of the kernel that ended; None if there is no such kernel.
         """
         begin = self._kernels[place].begin
         for last in range(bisect.bisect_right(self._ends, begin + _CLOSE) - 1, -1, -1):
@@ -138,16 +155,18 @@ class _Streams:
         return None
 
     def attribute(self, marks: Marks) -> None:
-        """Find for each collective the kernel that uses its output, and therefore waits for it.
+        """Find, for each collective, the kernel that uses the collective's output and therefore waits for it.
 
-        The first of these rules that applies finds the kernel, and ``rules`` of the :class:`RankStep` counts the
-        collectives by rule:
+        Three rules are tried in this order:
 
-        1. ``copy-out``: for an all-gather, the first kernel that the host launched after FSDP had begun to copy the
-           gathered weights to their places;
-        2. ``gap``: the kernel that began when the collective ended, after its stream had been idle
-           (:meth:`find_waits`);
+        1. ``copy-out``, for an all-gather: the first kernel that the host launched after FSDP had begun to copy the
+           gathered weights out of the all-gather's buffer;
+        2. ``gap``: a kernel that waited for the collective as :meth:`find_waits` found, for example because its stream
+           was idle until the collective ended;
         3. ``optimizer``: the first kernel that the host launched after the optimizer's step had begun.
+
+        Rules 1 and 3 skip collectives, kernels of the collective's stream, and kernels that began before the collective
+        ended.  The field ``rules`` of the :class:`RankStep` counts how many collectives each rule applied to.
         """
         waited = {other for others in self._waits.values() for other in others}
         by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])
@@ -173,12 +192,12 @@ class _Streams:
         return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
 
     def note_computing(self) -> None:
-        """Add the seconds of each kernel that computes to the :class:`RankStep`, with the moment of its launch.
+        """Add the seconds of each kernel, with the time of its launch, to the computation of the :class:`RankStep`.
 
-        Kernels of collectives are left out.  The seconds of a kernel begin when all earlier kernels, except
-        collectives, have ended.  They therefore include idle time before the kernel, for example because the host had
-        not launched it yet.  There is one exception: if the kernel waited for a collective, its seconds begin when the
-        kernel begins.
+        Kernels of collectives are left out, since they do not compute.  The seconds of a kernel count from when all
+        earlier computing kernels have ended, so that they include idle time before the kernel, for example while the
+        host had not launched it yet.  If the kernel waited for a collective, its seconds count only from when the
+        kernel begins, so that the wait is left out.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -191,7 +210,12 @@ class _Streams:
             reached = max(reached, event.end)
 
     def _synchronisations(self) -> Iterator[tuple[float, float, int]]:
-        """Yield (begin, end, place of the kernel) for each time that the host waited for a kernel."""
+        """Yield the host's waits of 20 us or more for a kernel, in calls such as ``cudaStreamSynchronize``.
+
+        Yields:
+            (begin, end, place).  ``begin`` and ``end`` of the wait are in seconds.  ``place`` is the kernel that the
+            host waited for, as its index in the order in which kernels begin.
+        """
         for event in self._step.launches:
             if "Synchronize" not in event.name or event.end - event.begin < _SYNCHRONISED:
                 continue
@@ -203,14 +227,13 @@ class _Streams:
                     break
 
     def _segments(self, ends: set[int]) -> list[list[int]]:
-        """Divide the kernels into tasks, and return the places of each task's kernels.
+        """Divide the kernels into tasks, and return each task as a list of its kernels.
 
-        The place of a kernel is its index in the order in which kernels begin.  A task consists of kernels that one
-        stream runs one after the other, without a wait between them.  A collective is a task with a single kernel.
+        A task consists of kernels that one stream runs one after the other, without a wait between them.  A collective
+        is a task of its own.  Kernels are given by their indices in the order in which kernels begin.
 
         Args:
-            ends: Places of the kernels that another stream or the host waits for.  Such a kernel is the last of its
-                task.
+            ends: The kernels that another stream or the host waits for.  Each of them is the last of its task.
         """
         segments, under_way = list[list[int]](), dict[object, list[int]]()
         for place, stream in enumerate(self._stream):
@@ -265,19 +288,20 @@ class _Streams:
     def _host(
         self, begin: float, segments: Sequence[Sequence[int]], syncs: Sequence[tuple[float, float, int]]
     ) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Add the tasks of the host to the :class:`RankStep`.
+        """Divide the host's time into tasks, and add them to the :class:`RankStep`.
 
-        A task of the host ends when the host launches the first kernel of a stream's task, or waits for a kernel.  A
-        stream's task is called a segment here.
+        A task of the host ends when the host launches the first kernel of a stream's task, or begins to wait for a
+        kernel.  The wait is a task of its own.  Kernels are given by their indices in the order in which kernels begin.
 
         Args:
-            begin: When the host began the step.
-            segments: The tasks of streams, each as the places of its kernels (:meth:`_segments`).
-            syncs: (begin, end, place of the kernel) of each wait of the host.
+            begin: When the host began the step, in seconds.
+            segments: The streams' tasks, each as a list of its kernels (:meth:`_segments`).
+            syncs: Each wait of the host as (begin, end, kernel that it waits for).
 
         Returns:
-            Two parts.  The first maps the number of a segment to the number of the host's task that launches it.  The
-            second has a pair for each wait: (number of the host's task, place of the kernel that it waits for).
+            (launches, waiting).  ``launches`` maps the index of each of ``segments`` to the number of the host's task
+            that launches it.  ``waiting`` has a pair for each wait: (number of the task that is the wait, kernel that
+            the host waits for).
         """
         points = [(self._launched[segment[0]], 0, number, 0.0) for number, segment in enumerate(segments)]
         points += [(start, 1, place, end) for start, end, place in syncs]

@@ -127,12 +127,12 @@ def in_words(files: Mapping[int, Path], target: Target) -> str:
 def _groups_and_lengths(
     steps: Sequence[Callable[[int], RankSchedule]], ranks: Iterable[int], target: Target
 ) -> tuple[dict[tuple[int, ...], str], list[float]]:
-    """Return the names of the process groups, and the seconds of each step.
+    """Return the names of the process groups that ``ranks`` use in a predicted run, and how long each step takes.
 
     Returns:
-        Two parts.  The first is a dict from the ranks of each process group to the group's name.  The group of all
-        ranks is called ``0``, as in torch.  The second is a list with the seconds of each step, from when the first
-        rank begins the step to when the last rank ends it.
+        (names, lengths).  ``names`` maps the ranks of each process group to the group's name.  The group of all ranks
+        is called ``0``, as in torch.  ``lengths`` has the seconds of each step, from when the first rank begins the
+        step to when the last rank ends it.
     """
     found, lengths = set[tuple[int, ...]](), [0.0] * len(steps)
     for rank in ranks:
@@ -185,10 +185,10 @@ def _lines(
 
 
 def _listed(group: Sequence[int]) -> str:
-    """Return the ranks of a group as text, as torch writes them with each collective.
+    """Return the ranks of a process group as text, in the form in which torch writes them with each collective.
 
-    Of a group with more than 30 ranks, the text has only the first 29 ranks and the last rank.  The key
-    ``distributedInfo`` of the file has all ranks of each group.
+    If the group has more than 30 ranks, the text has only the first 29 ranks and the last rank.  The file lists all
+    ranks of each group under ``distributedInfo``.
     """
     if len(group) <= _MOST_LISTED:
         return str([*group])
@@ -238,16 +238,16 @@ class _Events:
 
     @staticmethod
     def _launch(place: int, start: float, activity: Activity, begin: float) -> float:
-        """Return the time in seconds at which the host launches an activity.
+        """Return the time in seconds at which the host launches an activity of a predicted step.
 
-        If ``activity.launched`` is set, this is the time, but at least ``start``.  If it is None, the host launches all
-        activities one after the other at the beginning of the step, 1 us apart; an activity that begins earlier than
-        that is launched when it begins.
+        - If the launch was predicted (``activity.launched``), this is the time, but no earlier than ``start``.
+        - Otherwise the launches of all activities are placed at the beginning of the step, 1 us apart.  No launch is
+          placed later than the beginning of its activity.
 
         Args:
-            place: Number of the activity in its step.
-            start: When the step begins on this rank.
-            activity: The activity.
+            place: Index of the activity in its step.
+            start: When this rank begins the step.
+            activity: The activity, whose times are relative to ``begin``.
             begin: When the earliest rank begins the step.
         """
         if activity.launched is None:
@@ -277,11 +277,11 @@ class _Events:
         return facts | ({"codec": message.codec} if message.codec else {})
 
     def _stream(self, track: str) -> int:
-        """Return the number of the stream under which a track is written.
+        """Return the number of the CUDA stream under which a track's activities are written.
 
-        A track is a row of activities, such as the rank's computation or a link.  The track of computation becomes
-        stream 7.  A track that is a traced stream, such as ``stream 20``, keeps its number.  Other tracks get numbers
-        from 101 on.
+        A track is a row of activities that one resource runs, such as the rank's computation or a link.  Computation
+        becomes stream 7.  A track that was a stream in the trace, such as ``stream 20``, keeps this number.  Other
+        tracks get numbers from 101 on.
         """
         if track not in self.streams:
             own = track.removeprefix("stream ")

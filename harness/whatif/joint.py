@@ -1,9 +1,12 @@
 """Joins the traces of all ranks, step by step, and replays a step: simulates when each rank computes, sends and waits.
 
-The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The pure time of a
-collective lasts from the last rank's beginning to the first rank's end.  A part of it, the bytes divided by the link's
-rate, is time on the link; the rest is overhead.  In a replay, the link between nodes carries one collective after the
-other, in the order in which all ranks are ready for them.  Collectives inside nodes take as long as in the trace.
+The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The time of a collective
+between nodes has two parts: time on the link, which is its bytes divided by the link's rate, and overhead, which is the
+rest.  Neither part includes the wait until the last rank begins the collective, or until an earlier collective has left
+the link.
+
+In a replay, the link between nodes carries one collective after the other, in the order in which all their ranks are
+ready.  Collectives inside nodes take as long as in the trace.
 
 This module does not import torch.
 """
@@ -95,8 +98,8 @@ def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Trac
 
     Args:
         read: One trace of each rank, or the trace of a single rank.  With a single trace, all ranks are taken to do the
-            same.  A trace is reduced to its tasks before the next trace is taken from ``read``, so that the events of
-            only one trace are in memory at a time.
+            same.  Each trace is reduced to its tasks before the next one is taken from ``read``, so that a lazy
+            ``read`` keeps only one whole trace in memory.
         ranks_per_node: Number of ranks of a node in the traced run.
         rate: Bytes a second of a node's link.  If it is None, it is found from the largest collectives.
 
@@ -109,6 +112,7 @@ def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Trac
         by_rank.setdefault(trace.rank, reduced)
         slim = [replace(step, host=[], launches=[], device=[]) for step in trace.steps[-len(reduced) :]]
         traces.append(replace(trace, steps=slim))
+        del trace  # frees the whole trace before the next one is read
     traces.sort(key=lambda trace: trace.rank)
     first, world, alone = traces[0], traces[0].world, len(traces) == 1
     _check(traces, world, ranks_per_node)
@@ -243,10 +247,12 @@ def _offsets(
     A collective ends on all hosts at about the same time.  The difference between the clocks of two hosts is therefore
     the median difference between the times at which collectives ended on them.
 
-    If the traces name several hosts, ranks of one host have the same clock.  If all traces name the same host, or a
-    trace names none, each rank is first aligned as if it had a host of its own.  If a clock then differs from the first
-    rank's by 0.1 s or more, the ranks are on several hosts, and these differences are returned.  Otherwise the ranks
-    are on one host, and all differences are 0.
+    Ranks on one host share a clock.  There are two cases:
+
+    - The traces name several hosts.  Each host's clock is compared with the first rank's.
+    - All traces name the same host, or a trace names none.  Each rank's clock is compared as if the rank had a host of
+      its own.  If all differences are below 0.1 s, the ranks are taken to be on one host, and all results are 0.
+      Otherwise the ranks are taken to be on several hosts, and the differences are returned.
 
     Args:
         traces: The traces of all ranks.
@@ -264,10 +270,11 @@ def _offsets(
 def _aligned(
     hosts: Mapping[int, str], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
 ) -> dict[int, float]:
-    """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
+    """Return by how many seconds the clock of each rank is ahead of the first rank's, given each rank's host.
 
-    The seconds follow from the times at which collectives ended.  If a host has no collective in common with the first
-    host, its clock is compared with a third host's clock, whose difference from the first host's is known.
+    The seconds follow from the times at which the same collectives ended on two hosts.  Of the hosts of a collective,
+    only neighbours in the order of ranks are compared.  Any other host is compared with the first host through hosts in
+    between.  If no collectives connect a host with the first host, the result is 0.
 
     Args:
         hosts: Name of each rank's host; ranks of one host have the same clock.
@@ -294,11 +301,15 @@ def _aligned(
 
 
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
-    """Join one step of all ranks.
+    """Join the traces of one step on all ranks: align their clocks, and match their collectives.
 
-    Two fields of each collective in the result are provisional, until :func:`_timed` computes them: ``link`` is 0, and
-    ``overhead`` has the times at which the collective ended on each rank.  ``offsets`` are the seconds to subtract from
-    all times of each rank.
+    The collectives of the result are not complete: their field ``link`` is 0, and their field ``overhead`` holds the
+    times at which they ended on each rank.  :func:`_timed` then replaces both fields.
+
+    Args:
+        ranks: The step on each rank.
+        topology: Nodes and ranks per node.
+        offsets: By rank, seconds to subtract from all times of the rank.
     """
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
@@ -352,11 +363,11 @@ def _rate(steps: Sequence[JointStep]) -> float:
 
 
 def _timed(step: JointStep, rate: float) -> JointStep:
-    """Return the step with the time of each collective divided into time on the link and overhead.
+    """Divide the time of each collective of a step into time on the link and overhead, and return the step.
 
-    The time on the link of a collective between nodes is its bytes divided by ``rate``, in bytes a second.  For a
-    collective inside a node, the whole time from the last rank's beginning to the first rank's end counts as time on
-    the link.
+    If a collective has ranks on several nodes, its time on the link is its bytes divided by ``rate`` (bytes a second).
+    If all its ranks are on one node, the whole time from the last rank's beginning to the first rank's end counts as
+    time on the link.
     """
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
@@ -457,10 +468,14 @@ class _Replay:
         return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy, spans)
 
     def _start(self, key: tuple[int, int]) -> None:
-        """Start the task ``key`` (rank, number of the task), after all tasks that it waits for are done.
+        """Start a task, after all tasks that it waits for are done.
 
-        If the task computes, or is a collective that the policy leaves out, its end is known and noted at once.  Any
-        other collective is put into the queue for the link when the last of its ranks has started it.
+        - The end of a task that computes is known, and is noted now.
+        - A collective that the policy leaves out ends as it begins.
+        - Any other collective is put into the queue for the link once all its ranks have started it.
+
+        Args:
+            key: (rank, number of the task).
         """
         rank, place = key
         tasks_of_rank, skew = self._step.ranks[rank].tasks, self._step.skew[rank]
@@ -499,7 +514,7 @@ class _Replay:
 
 
 def as_traced(step: JointStep) -> list[Run]:
-    """Return runs that repeat a step's collectives with the types, sizes and times that were traced."""
+    """Return the argument ``runs`` with which :func:`replay` repeats the collectives of a step as they were traced."""
     return [
         Run(joined.link, joined.overhead, joined.between, sent=joined.seen) for joined in step.collectives
     ]

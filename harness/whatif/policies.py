@@ -1,9 +1,12 @@
-"""Predicts a traced step with other messages, or with the traced model under one of our engine's policies.
+"""Predicts how long a traced step would take under a policy.
 
-A policy of :data:`REWRITES` keeps the schedule of the traced program and changes its messages.  ``bf16`` and ``fp16``
-change the type of messages, and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.presets` is
-a policy of our engine.  A step under a preset is simulated with our engine's schedule, hops and messages
-(:mod:`impl.plan.step_time`), and with the traced computation of each unit.
+There are two kinds of policies:
+
+- A policy of :data:`REWRITES` keeps the schedule of the traced program.  ``same`` changes no messages, ``bf16`` and
+  ``fp16`` change the type in which they are sent, and ``kept`` leaves out the gathers that the backward pass repeats.
+- A preset of :mod:`impl.policy.presets` replaces the traced program by our own engine.  The step is simulated with our
+  engine's schedule and messages (:mod:`impl.plan.step_time`), and with the traced computation of each part of the
+  model, such as an FSDP module.
 """
 
 from __future__ import annotations
@@ -61,10 +64,10 @@ class Predicted:
 
 
 def check(policy: str, traced: Traced) -> None:
-    """Raise a Refusal if a policy is unknown, or if the traced program does not allow it.
+    """Raise a Refusal if a policy is unknown, or if it cannot be predicted for the traced program.
 
     ``kept`` and the presets of our engine need a program without gradient accumulation.  ``kept`` also needs a program
-    that gathers weights again in backward.
+    that gathers weights again in its backward pass.  What else a preset needs is checked by :func:`of_our_engine`.
     """
     if policy not in REWRITES and policy not in PRESETS:
         known = [*REWRITES, *PRESETS]
@@ -80,15 +83,17 @@ def check(policy: str, traced: Traced) -> None:
                 )
     if policy == "kept" and not any(_again(step.collectives) for step in traced.steps):
         raise Refusal(
-            "--policy kept: the program gathers no weights again in backward, so nothing can be left out: choose "
-            "another policy"
+            "--policy kept: the traced program gathers no weights again in its backward pass, so this policy would "
+            "change nothing: choose another policy"
         )
 
 
 def rewritten(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> list[Run]:
-    """Return how each collective of a step runs under a policy of :data:`REWRITES`, in the order of the collectives.
+    """Return how each collective of a traced step would run under the target's policy, link rate and topology.
 
-    The result is the argument ``runs`` of :func:`harness.whatif.joint.replay`.
+    The policy is one of :data:`REWRITES`, which keep the traced schedule and change only the messages.  The result has
+    one :class:`~harness.whatif.joint.Run` for each collective, in the order of ``step.collectives``.
+    :func:`harness.whatif.joint.replay` takes this list as its argument ``runs``.
     """
     left_out = _again(step.collectives) if target.policy == "kept" else set()
     resized = target.topology != traced.topology
@@ -129,13 +134,13 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
 
 
 def _casting(target: Target, elements: int, ranks: int, *, whole: bool) -> tuple[float, float]:
-    """Return the seconds that a rank casts before a collective, and the seconds that it casts after the collective.
+    """Return how long a rank takes to cast to 16 bits before a collective, and back after it, in seconds.
 
     Args:
-        target: The target, whose machine gives the speed.  Without a machine both results are 0.
-        elements: Elements of all ranks' parts together; all are cast after the collective.
+        target: The target.  Its machine gives the speed of casts; without a machine both results are 0.
+        elements: Number of elements of all ranks' parts together.  A rank casts all of them after the collective.
         ranks: Number of ranks of the collective.
-        whole: Whether a rank casts all elements before the collective, and not only its part.
+        whole: Whether a rank also casts all elements before the collective.  If False, it casts ``elements / ranks``.
     """
     if target.machine is None:
         return 0.0, 0.0
@@ -151,7 +156,10 @@ def _stretch(target: Target) -> float:
 
 
 def _again(collectives: Sequence[Joined]) -> set[int]:
-    """Return the indices of the all-gathers in backward that gather weights for the second time in the step."""
+    """Return the indices in ``collectives`` of all-gathers in backward whose weights were gathered earlier in the step.
+
+    Two all-gathers are taken to gather the same weights if they have the same unit and number of elements.
+    """
     seen, again = set[tuple[str, int]](), set[int]()
     for number, joined in enumerate(collectives):
         key = joined.seen.unit, joined.seen.elements
@@ -237,18 +245,17 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
 
 
 def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
-    """Return a unit for each bucket of DDP, in the order in which the forward pass uses their parameters.
+    """Return one unit for each DDP bucket (the gradients of one all-reduce), in the order of the forward pass.
 
-    A bucket is the gradients that DDP reduces with one all-reduce.
-
-    The forward seconds of the slowest rank are divided among the units in proportion to their elements.  The backward
-    seconds of a unit are the seconds of computation from the issue of the previous bucket to the issue of the unit's
-    own bucket.  Computation after the last issue is added to the bucket that was issued last.
+    The seconds of a unit are those of the rank that computes longest.  Its forward seconds are divided among the units
+    in proportion to their elements.  The backward seconds of a unit are the computation between two all-reduces: from
+    the issue of the previous bucket's all-reduce, or the beginning of the backward pass, to the issue of the unit's
+    own.  Computation after the last issue counts for the bucket that was issued last.
 
     Args:
         step: The traced step.
         elements: Number of elements of each bucket, in the order of issue.
-        issued: Moments at which the first rank issued the buckets.
+        issued: When the first rank issued the all-reduce of each bucket, in seconds.
     """
     number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
     marks, whole = rank.marks, sum(elements)
@@ -266,10 +273,11 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 
 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
-    """Return the moments, in seconds, at which ``rank`` issued the all-reduces of DDP's buckets.
+    """Return when ``rank`` issued the all-reduce of each DDP bucket, in seconds.
 
-    ``issued`` are the moments at which the first rank issued the same all-reduces.  They show which of the first rank's
-    collectives are buckets.  The collectives of ``rank`` with the same indices are the same buckets.
+    ``issued`` says when the first rank issued the same all-reduces.  The function looks up the indices of these
+    all-reduces in the first rank's list of collectives.  All ranks issue the same collectives in the same order, so the
+    same indices in the list of ``rank`` are the same buckets.
     """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]
@@ -286,7 +294,7 @@ class Simulated:
 
     @property
     def predicted(self) -> Predicted:
-        """The step's duration, exposed communication and time of the link, in seconds."""
+        """The step's duration, its exposed communication, and the time in which the link is busy, in seconds."""
         return Predicted(
             seconds=sum(float(run.seconds) for run in self.passes) + self.optimizer,
             exposed=sum(float(run.exposed) for run in self.passes),
@@ -350,10 +358,10 @@ def _geometry(unit: Unit, policy: Policy, topology: Topology) -> UnitGeometry:
 
 
 def _optimizer_share(step: JointStep, policy: Policy, traced: Traced, topology: Topology) -> float:
-    """Return a ratio: the elements that a rank's optimizer updates under ``policy``, over those in the traced run.
+    """Return how many elements a rank's optimizer updates under ``policy``, relative to the traced run.
 
-    If the trace has reduce-scatters, a traced rank is taken to have updated a shard, that is, the model's elements
-    divided by the number of ranks.  Otherwise it is taken to have updated all elements.
+    The result is a ratio; 0.5 means half as many elements.  In the traced run, a rank is assumed to update one shard
+    (the model divided by the number of ranks) if the step has reduce-scatters, and otherwise the whole model.
     """
     sharded = any(joined.seen.kind == "reduce_scatter" for joined in step.collectives)
     ours = policy.group_ranks(topology) if policy.stage else 1
@@ -361,9 +369,10 @@ def _optimizer_share(step: JointStep, policy: Policy, traced: Traced, topology: 
 
 
 def codec_note(target: Target, policy: Mapping[str, Policy] = PRESETS) -> str:
-    """Return a note that says where the codec seconds of a prediction come from.
+    """Return a note for the user on where a prediction's seconds of encoding and decoding come from.
 
-    Returns an empty text for ``same`` and ``kept``, which encode nothing.  ``policy`` has the presets by name.
+    The note is empty if the target's policy is ``same`` or ``kept``, which encode nothing.  ``policy`` maps the names
+    of our engine's presets to their policies.
     """
     if target.policy in (SAME, "kept"):
         return ""

@@ -31,9 +31,12 @@ _HALVINGS: Final = 12  # how often the interval with the break-even is then halv
 class Prediction:
     """A predicted step; seconds are medians over the traced steps.
 
-    The intervals ``low`` to ``high`` and ``low_speed_up`` to ``high_speed_up`` cover the predictions under both
-    hypotheses on the overheads of collectives (:data:`~harness.whatif.policies.Overheads`), and with each of the
-    machine file's fits: sets of costs that explain the measurements of this machine equally well.
+    The prediction is repeated under other assumptions.  ``low`` and ``high`` are the shortest and the longest duration
+    found, ``low_speed_up`` and ``high_speed_up`` the smallest and the largest speed-up.  Two assumptions vary:
+
+    - how the overhead of a collective changes with the policy and rate (:data:`~harness.whatif.policies.Overheads`);
+    - which costs the machine has.  The machine file may hold several sets of costs (fits) that explain its
+      measurements equally well.  They are used for presets of our engine only.
     """
 
     target: Target
@@ -51,14 +54,14 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """``link`` if the link between nodes is busy longer than the ranks compute; otherwise ``processor``."""
+        """What limits the step: ``link`` if the link is busy longer than the ranks compute, otherwise ``processor``."""
         return "link" if self.link > self.seconds - self.exposed else "processor"
 
 
 def check_replay(traced: Traced) -> list[float]:
-    """Replay each traced step with its traced messages, and return the error of the duration of each replay.
+    """Simulate each step as it was traced, and return the relative error of each simulated duration.
 
-    An error is relative: 0.01 if the replay takes 1 % longer than the traced step.
+    The error of a step is 0.01 if its simulation, the replay, takes 1 % longer than the traced step.
 
     Raises:
         Refusal: In these cases:
@@ -79,14 +82,14 @@ def check_replay(traced: Traced) -> list[float]:
     for run, step in zip(replayed, traced.steps, strict=True):
         if traced.rate_given and run.link > (1 + CLOSE) * step.seconds:
             raise Refusal(
-                f"--traced-rate {in_words(traced.rate)}: a traced step of {step.seconds:.3g} s would have been on the "
-                f"link for {run.link:.3g} s: leave out --traced-rate, or correct it"
+                f"--traced-rate {in_words(traced.rate)}: at this rate the messages of a step take {run.link:.3g} s, "
+                f"but the traced step lasted only {step.seconds:.3g} s: leave out --traced-rate, or correct it"
             )
     errors = [run.seconds / step.seconds - 1 for run, step in zip(replayed, traced.steps, strict=True)]
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
-            f"a traced step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} is allowed: leave out "
-            "--traced-rate or correct it; or trace steps that end only after all their collectives, on a machine that "
+            f"the traced steps are replayed with an error of {median:.1%}, and at most {CLOSE:.0%} is allowed: leave "
+            "out or correct --traced-rate, or trace steps that end only after all their collectives, on a machine that "
             "runs nothing else"
         )
     return errors
@@ -104,10 +107,10 @@ def _check_overlap(step: JointStep) -> None:
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Predict one traced step for a target.
+    """Predict how long one traced step would take under the target's policy, link rate and topology.
 
-    ``overheads`` says how the overheads of collectives are assumed to change: see
-    :data:`harness.whatif.policies.Overheads`.
+    ``overheads`` is ``scale`` or ``constant``: whether the overhead of a collective is assumed to grow with its time on
+    the link, or to stay as traced (:data:`harness.whatif.policies.Overheads`).
     """
     if target.policy not in REWRITES:
         return policies.of_our_engine(step, traced, target, overheads).predicted
@@ -126,7 +129,9 @@ def _median(steps: Sequence[JointStep], traced: Traced, target: Target, overhead
 
 
 def predict(traced: Traced, target: Target) -> Prediction:
-    """Predict the step for a target.  All seconds are medians over the traced steps.
+    """Predict how long the traced program's step would take under the target's policy, link rate and topology.
+
+    All seconds of the result are medians over the traced steps.
 
     Raises:
         Refusal: if the target has only one node, or if the traces do not allow its policy or topology.
@@ -165,10 +170,11 @@ def predict(traced: Traced, target: Target) -> Prediction:
 
 
 def break_even(traced: Traced, target: Target) -> float | None:
-    """Return the rate, in bytes a second, above which a policy is not faster than the program as traced.
+    """Return the link rate, in bytes a second, above which the policy is no faster than the traced program.
 
-    The rate is sought from a thousandth of the traced rate to a thousand times the traced rate.  At each rate the
-    traced step of median duration is predicted.  Returns None if there is no such rate in this range.
+    Rates from 1/1000 to 1000 times the traced rate are searched.  At each rate, the traced step of median duration is
+    predicted under the target's policy and under policy ``same``.  Returns None if there is no rate in this range at
+    which the policy stops being faster.
     """
     step = sorted(traced.steps, key=lambda step: step.seconds)[len(traced.steps) // 2]
 
@@ -183,10 +189,10 @@ def break_even(traced: Traced, target: Target) -> float | None:
 
 
 def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
-    """Return the largest rate at which ``gain`` changes from positive to zero or negative.  None if there is none.
+    """Return the largest rate at which ``gain`` changes from positive to zero or negative; None if there is none.
 
-    ``gain`` is computed at all ``rates``, which ascend.  The change lies between two neighbouring rates; this interval
-    is then halved several times.
+    ``gain`` is first computed at all ``rates``, which ascend.  The interval between the two neighbouring rates where
+    its sign changes is then halved several times.
     """
     gains = [gain(rate) for rate in rates]
     place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)
@@ -222,8 +228,9 @@ def _notes(traced: Traced, target: Target) -> list[str]:
 def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     """Return lines of text about the traces, to be printed before the predictions.
 
-    They state topology, rate and step time of the traced run, the error of its replay, and how waits were found.
-    ``errors`` are the results of :func:`check_replay`.
+    The lines state the traced run's topology, link rate and step time, the error of its replay, and by which rules the
+    tasks were found that wait for collectives (:mod:`harness.whatif.tasks`).  ``errors`` is what :func:`check_replay`
+    returned: the relative error of each step's replay.
     """
     seconds = [step.seconds for step in traced.steps]
     origin = "given" if traced.rate_given else "found from the largest collectives"
@@ -289,5 +296,8 @@ def row(prediction: Prediction) -> dict[str, Any]:
 
 
 def target_topology(traced: Traced, nodes: int | None, ranks_per_node: int | None) -> Topology:
-    """Return the topology of a prediction.  A number that is None is as in the traced run."""
+    """Return the topology for which a step is predicted.
+
+    If ``nodes`` or ``ranks_per_node`` is None, the number of the traced run is used.
+    """
     return Topology(nodes or traced.topology.nodes, ranks_per_node or traced.topology.ranks_per_node)

@@ -1,8 +1,9 @@
 """Lists what each rank does in a predicted step, and when: computation, codecs, messages, and waits of the host.
 
-All times are predicted.  For a policy of :data:`harness.whatif.policies.REWRITES` they come from the replay of all
-ranks; for a preset of our engine they come from the simulation.  :mod:`harness.whatif.export` writes these lists as
-traces.  This module does not import torch.
+All times are predicted.  There are two kinds of predictions.  If the policy keeps the traced program and changes only
+its messages (:data:`harness.whatif.policies.REWRITES`), the times come from a replay of the traces.  If the policy is a
+preset of our engine, they come from a simulation of our engine's step.  :mod:`harness.whatif.export` writes the lists
+to trace files.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def ranks_of(traced: Traced, target: Target) -> list[int]:
 
 
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
-    """Yield one function for each predicted step.  The function takes a rank's number and returns its schedule.
+    """Yield one function for each predicted step; it takes a rank's number and returns that rank's schedule.
 
-    The overhead of a collective is assumed to grow in proportion to its time on the link: ``scale`` of
-    :data:`harness.whatif.policies.Overheads`.
+    The steps are predicted with ``scale`` of :data:`harness.whatif.policies.Overheads`: the overhead of a collective is
+    assumed to grow in proportion to its time on the link.
     """
     for step in traced.steps:
         if target.policy in REWRITES:
@@ -129,16 +130,20 @@ def _on_host(task: Task) -> bool:
 def _computed(
     task: Task, span: tuple[float, float], launched: float | None, seconds: float, *, on_gpu: bool
 ) -> Iterator[Activity]:
-    """Yield the activities of a task that is no collective.
+    """Yield the activities of a task that computes, in order of time.
 
-    The task first decodes the messages that it waited for, and then computes.  If the task belongs to the host of a
-    GPU, the host waits for a kernel, and then works.
+    There are two cases:
+
+    - The task computes on the CPU of a CPU run, or on a stream of a GPU.  Its activities are the decoding of the
+      messages that it waited for, if that takes time, and then the computation.
+    - The task is host code of a GPU run.  Its activities are the host's wait for a kernel, if the task waited for one,
+      and then the host's work.
 
     Args:
         task: The task.
-        span: Beginning and end of the task.
-        launched: When the host launched the task; None if the rank computes on a processor.
-        seconds: Seconds in which the task computes, at the end of the span.
+        span: Beginning and end of the task, in seconds.
+        launched: When the host launched the task, in seconds; None if the rank computes on a CPU.
+        seconds: How long the task computes.  The computation is at the end of ``span``, after the decoding.
         on_gpu: Whether the rank computes on a GPU.
     """
     begin, end = span
@@ -166,7 +171,7 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
     Args:
         task: The task.
         span: Beginning and end of the collective.  The encoding ends before the beginning.
-        launched: When the host launched the collective; None if the rank computes on a processor.
+        launched: When the host launched the collective; None if the rank computes on a CPU.
         run: How the collective runs.
     """
     if (sent := run.sent) is None:
@@ -228,10 +233,10 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Convert one message of our engine's simulated step into a collective of a trace, as ``rank`` takes part in it.
+    """Convert a message of our engine's simulated step to the form of a collective in a trace, as ``rank`` records it.
 
     A message belongs to a hop: one exchange between the ranks of a group.  In a hop of kind ``shift`` each rank sends
-    only to the next rank.  No collective in a trace does this, so the hop becomes an all-to-all with the same number of
+    only to the next rank.  Traces have no such collective, so the hop becomes an all-to-all with the same number of
     bytes.  Returns None if ``posted`` belongs to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
@@ -252,28 +257,18 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield the activities, moved so that those on a track of codecs or links do not overlap.
+    """Yield all activities in their order, changed so that no two overlap on one track of codecs or links.
 
-    A track is a row of the trace, such as the link between nodes.
-    If an activity begins while its track is in use, its beginning is moved to the time when the track is free.  Its end
-    stays, so that the activity becomes shorter.  An activity that ends before its track is free moves to another track,
-    such as ``codecs, 2``.
+    A track is a row of the trace, such as the link between nodes.  If two activities overlap, the one that ends later
+    begins only when the other one ends, and so becomes shorter.  Activities on tracks of computation and of the host
+    stay as they are.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]
-    shared = (CODECS, BETWEEN, INSIDE)
     for number, activity in sorted(numbered, key=lambda item: (item[1].end, item[1].begin)):
-        if activity.track not in shared:
-            continue
-        copy = 1
-        while free.get(track := _copy(activity.track, copy), -math.inf) > activity.end:
-            copy += 1
-        begin = max(activity.begin, free.get(track, -math.inf))
-        moved[number] = activity._replace(track=track, begin=begin)
-        free[track] = activity.end
+        if activity.track in (CODECS, BETWEEN, INSIDE):
+            begin = max(activity.begin, free.get(activity.track, -math.inf))
+            moved[number] = activity._replace(begin=begin)
+            free[activity.track] = activity.end
     for number, activity in numbered:
         yield moved.get(number, activity)
-
-
-def _copy(track: str, number: int) -> str:
-    return track if number == 1 else f"{track}, {number}"

@@ -1,8 +1,10 @@
-"""Turns one rank's step on a processor into tasks: what is computed, and which task waits for which other task.
+"""Divides one rank's traced step on a CPU into tasks, and finds which task waits for which other task.
 
-A task begins when all the tasks that it waits for are done.  The tasks of the host's main thread, and the tasks of each
-stream of a GPU, run one after the other.  A trace does not show which task uses the result of a collective, and so
-waits for it.  The first of these rules that applies finds the task:
+A task is a piece of computation or a collective.  It begins when all the tasks that it waits for are done.  The tasks
+of the host's main thread, and the tasks of each stream of a GPU, run one after the other.
+
+A task that uses the result of a collective waits for the collective, but a trace does not say which task that is.  The
+module finds this task by the first of these rules that applies:
 
 1. ``blocking``: the operation that issues the collective waits for it (``asyncOp`` is false);
 2. ``copy-out``: FSDP copies the gathered weights to their places, so this task waits for their all-gather;
@@ -70,7 +72,13 @@ class RankStep:
 
 
 def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collective]) -> RankStep:
-    """Return the tasks of a step that computes on the processor.
+    """Divide a step that computes on the CPU into tasks, and return it.
+
+    Args:
+        trace: The trace, whose path error messages name.
+        step: The traced step.
+        marks: When the step's phases and FSDP modules begin.
+        collectives: The collectives of the step, in the order in which the host issues them.
 
     Raises:
         Refusal: if no rule finds the task that waits for a collective.
@@ -131,8 +139,8 @@ def _note_host(result: RankStep, begin: float, end: float) -> None:
 def note_computing(result: RankStep, moment: float, seconds: float) -> None:
     """Add ``seconds`` of computation that the host began or launched at ``moment`` to ``result``.
 
-    If the optimizer had begun by then, the seconds are added to ``optimizer``.  Otherwise they are part of forward or
-    backward, and are appended to ``computed``.
+    If ``moment`` is before the optimizer's step, the computation belongs to the forward or backward pass, and
+    ``(moment, seconds)`` is appended to ``result.computed``.  Otherwise ``seconds`` is added to ``result.optimizer``.
     """
     if moment < result.marks.optimizer:
         result.computed.append((moment, seconds))
@@ -143,10 +151,10 @@ def note_computing(result: RankStep, moment: float, seconds: float) -> None:
 def _wait(
     trace: Trace, step: Step, marks: Marks, collective: Collective, gaps: _Gaps
 ) -> tuple[float, float, Rule]:
-    """Find when the main thread waits for a collective.
+    """Find when the main thread waits for a collective, by the first of the module's rules that applies.
 
     Returns:
-        The moment at which the wait begins, the moment at which it ends, and the rule that found it.
+        When the wait begins, when it ends, and the name of the rule, such as ``copy-out``.
 
     Raises:
         Refusal: If no rule applies.
@@ -171,8 +179,8 @@ def _wait(
     if math.isfinite(marks.optimizer) and marks.optimizer > issue:
         return marks.optimizer, max(marks.optimizer, min(done, marks.optimizer)), "optimizer"
     raise Refusal(
-        f"{trace.path}: step {step.number}: nothing shows what waits for {collective.kind} of {collective.elements} "
-        "elements: trace a program with FSDP2, DDP, or a torch.optim optimizer"
+        f"{trace.path}: step {step.number}: the trace does not show when the program waits for the {collective.kind} "
+        f"of {collective.elements} elements: trace a program with FSDP2, DDP, or a torch.optim optimizer"
     )
 
 

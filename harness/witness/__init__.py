@@ -1,1 +1,1 @@
-"""Watches a trial while it trains: independent code computes its batches, optimizer steps and seconds a second time."""
+"""Checks a trial while it trains: independent code recomputes its batches and optimizer steps, and times it again."""

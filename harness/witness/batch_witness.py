@@ -1,9 +1,10 @@
-"""Computes a second time which batches and validation samples a trial must read, to check what the ranks have read.
+"""Recomputes which batches and validation samples a trial must read, to check what the ranks have read.
 
-The code does not use the data set's own choice of samples: it calls none of
-:meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` and ``draw``.  It hashes the sample numbers
-anew, and cuts windows of a text from the tokens.  Only masks, images and users' examples are made by the data set's own
-:meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of that method would prove nothing.
+Which samples belong to a batch is computed by code of this module, without the data set's own code for this:
+:meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` and ``draw``.  The samples themselves come from
+two places.  Sequences of a text are cut from the tokens here.  Masked text, images and users' examples are made by the
+data set's own method :meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of it would prove
+nothing.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ class BatchWitness:
 
 @lru_cache(1)  # of ranks that are threads, the first looks for all
 def shared_split(dataset: Dataset) -> str | None:
-    """Return a sentence if the validation part of a data set is also part of its training data; else None.
+    """Return a sentence if a data set trains on its validation samples; else None.
 
-    The two parts must not be the same object, and must not share memory.  If the data set is a text whose training part
-    has at most 64 MiB, a few windows (runs of tokens) of the validation part are also searched for in the training
-    part.  If all of these windows are found, the validation part counts as shared.
+    The sentence is returned in two cases:
 
-    Finding them proves nothing if the training part repeats itself.  Therefore a few windows of the training part are
-    searched for in the training part.  If any of these windows occurs twice, the first search is ignored.
+    - The training part and the validation part are the same object, or share memory.
+    - The data set is a text, its training part has at most 64 MiB, and all of four runs of tokens from the validation
+      part also occur in the training part.  A text that repeats itself is excepted, since such a match proves nothing
+      there: it counts as repeating itself if any of four runs of tokens from the training part occurs in it twice.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):
@@ -118,10 +119,10 @@ def digest(batches: Iterable[Batch]) -> str:
 
 
 def same_inputs(read: Sequence[Tensor], given: Sequence[Batch]) -> bool:
-    """Return whether a model read the inputs of these batches, one after the other.
+    """Return whether the tensors ``read`` are the inputs of the batches ``given``, in the same order.
 
-    Inputs of the same type must have equal values.  If the model read another type, such as bf16 instead of fp32, only
-    the shapes are compared.
+    Tensors of the same type must have equal values.  If the types differ, because the model reads bf16 instead of fp32
+    for example, only the shapes are compared.
 
     Args:
         read: The inputs that the model read.

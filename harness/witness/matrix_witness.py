@@ -1,9 +1,9 @@
-"""Watches one matrix that Muon updates, so that one step of Muon can be computed again on the whole matrix.
+"""Checks one matrix that Muon updates, and records one step of Muon so that it can be recomputed on the whole matrix.
 
 In every step, each rank checks its part of the matrix: between two steps nothing may change the weights or the
-momentum, and the momentum must follow Muon's formula.  In one step, drawn at random, the rank also keeps its part of
-weights, momentum and gradient.  :mod:`harness.runs.reference_checks` gathers the parts of all ranks and computes this
-step again with ``torch.optim.Muon``.
+momentum, and the momentum must follow Muon's formula.  In one step, chosen at random, the rank also records its part of
+the weights, the momentum and the gradient.  :mod:`harness.runs.reference_checks` gathers these parts from all ranks,
+and computes this step again with ``torch.optim.Muon``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOMENTUM_ERROR = 4 * 2.0**-24  # relative to the terms of the sum; each is roun
 
 @dataclass(frozen=True, slots=True)
 class MatrixParts:
-    """One rank's part (n,) of a matrix before and after the drawn step, the step that is computed again."""
+    """One rank's part (n,) of a matrix before and after the step that is chosen at random to be computed again."""
 
     value: Tensor  # weights before the step
     momentum: Tensor  # momentum before the step
@@ -32,14 +32,14 @@ class MatrixWitness:
     """Checks, in every step, this rank's part of one matrix that Muon updates.
 
     Only Muon may change the weights and the momentum of this part, and the momentum must follow Muon's formula.  For
-    one step, which was drawn at random, the witness also keeps what is needed to compute the step again (``parts``).
+    one step, chosen at random, the attribute ``parts`` also keeps what is needed to compute the step again.
 
     Args:
-        optimizer: The optimizer, which has ``momentum_buffer`` as the state of ``master``.
+        optimizer: The optimizer.  After its first step, its state of ``master`` has a tensor ``momentum_buffer``.
         matrix: The matrix.
         master: The flat fp32 weights (n,) that this rank optimizes, and that contain its part of the matrix.
-        part: The slice of ``master`` that is this rank's part.
-        drawn: Number of the drawn step, which is computed again afterwards.
+        part: The slice of ``master`` that is this rank's part of the matrix.
+        drawn: Number of the step that was chosen at random to be computed again.
         rank: Number of this rank, for messages.
     """
 
@@ -75,7 +75,7 @@ class MatrixWitness:
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Compare the momentum after a step with Muon's formula; in the drawn step, also set :attr:`parts`.
+        """Compare the momentum after a step with Muon's formula; after step :attr:`drawn`, also set :attr:`parts`.
 
         Args:
             index: Number of the step.

@@ -1,15 +1,15 @@
-"""Computes AdamW's steps a second time, for a few elements, in float64.
+"""Checks AdamW while a trial trains: recomputes its steps in float64, for a few elements of the weights.
 
-Two sets of elements are watched on each rank:
+Each rank checks two sets of elements:
 
-- *kept* elements are the same in all steps; their moments are computed here, from the first step on;
-- *drawn* elements are chosen at random, anew for each step; their moments are read from the optimizer before the step.
-  So an element that is never stepped, or whose moments are lost, is found as soon as it is drawn.
+- *Kept* elements are the same in all steps.  Their moments are computed by this module, from the first step on.
+- *Drawn* elements are chosen at random, anew for each step.  Their moments are read from the optimizer before the step.
+  If the optimizer never steps an element, or loses its moments, the fault is found when the element is drawn.
+  Between two steps, nothing may change the elements that were drawn for the next step.
 
-Between two steps nothing may change the elements that were drawn for the next step.
-
-With local steps (``policy.local_steps``), an outer step changes the weights at the end of some steps.  The weights are
-then read in a hook of the optimizer, after the optimizer's own step and before the outer step.
+With local steps (DiLoCo, ``policy.local_steps``), some steps of the optimizer are followed by an outer step, in which
+groups of ranks average their progress and which changes the weights too.  In such a step, a hook of the optimizer reads
+the weights after the optimizer's own step and before the outer step.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class _Drawn:
 
 
 class OptimizerWitness:
-    """Computes each step of one rank's AdamW a second time for a few elements, and reports the first difference.
+    """Recomputes each step of one rank's AdamW for a few elements, and reports where the optimizer's step differs.
 
-    The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  The class
-    watches elements that torch's AdamW steps; if Muon steps the matrices, these are the elements of the other tensors.
-    No elements are watched in three cases: if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such
-    as ``amsgrad``; with DeepSpeed; and with a strategy of the user's own.
+    The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  Only elements
+    that torch's AdamW updates are checked; if Muon updates the matrices, they are elements of the other tensors.
+    Nothing is checked in these cases:
+
+    - AdamW updates no weights, or the trial gives it an argument that :data:`_SETTINGS` lacks, such as ``amsgrad``;
+    - the strategy is DeepSpeed or the user's own.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
@@ -98,9 +100,10 @@ class OptimizerWitness:
         self.replayed = self.linked = 0
 
     def note_rehearsal(self, index: int) -> None:
-        """Keep the present gradients; when step ``index`` is taken, they are compared with the step's gradients.
+        """Keep the gradients of a rehearsal of step ``index``; :meth:`after` compares them with the step's gradients.
 
-        Call this method after a rehearsal, which runs the passes of the step but leaves no trace in training.
+        A rehearsal runs the forward and backward passes of the step in advance, and changes nothing that training
+        depends on.  Call this method right after it, while its gradients are in the parameters.
         """
         if (gradient := self._gradients()) is not None:
             self._rehearsed[index] = gradient
@@ -108,8 +111,8 @@ class OptimizerWitness:
     def before(self, index: int) -> str | None:
         """Check that nothing has changed the elements drawn for step ``index`` since the optimizer's previous step.
 
-        Call this method when the backward passes of the step have ended.  It also keeps the present gradients, which
-        :meth:`after` compares with the gradients that the optimizer gets.
+        Call this method when the backward passes of the step have ended.  It also keeps their gradients, which
+        :meth:`after` compares with the gradients that the optimizer has used.
 
         Returns:
             A sentence if the value or a moment of a drawn element has changed; else None.
@@ -127,7 +130,9 @@ class OptimizerWitness:
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Compute step ``index`` again from the present gradients, and compare the result with the optimizer's step.
+        """Recompute the optimizer's step ``index``, which has just ended, and compare the result with the weights.
+
+        The gradients that the optimizer has used must still be in the parameters.
 
         Args:
             index: Number of the step.
@@ -143,9 +148,10 @@ class OptimizerWitness:
         return wrong
 
     def _note_own_step(self, *_: Any) -> None:
-        """Read the watched elements after the optimizer's own step, and before an outer step changes them.
+        """Read the kept and drawn elements if an outer step, which changes the weights, follows the optimizer's step.
 
-        If no outer step follows this step, this method does nothing.
+        This is a hook, which torch calls after each step of the optimizer.  Outer steps belong to local steps (DiLoCo):
+        groups of ranks average how far their weights have moved.  If no outer step follows, the hook does nothing.
         """
         if self._steps % self._local_steps + 1 in self._meeting:
             drawn = None if self._drawn is None else self._read(self._drawn.places)
@@ -262,10 +268,7 @@ class OptimizerWitness:
         return self._samples(gradients) if gradients and len(gradients) == len(self._kept) else None
 
     def _samples(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return a few elements of each tensor, joined to (n,) float64.
-
-        They lie at equal distances, from the first element of the tensor to its last.
-        """
+        """Return up to 32 elements of each tensor, spread evenly from its first to its last, joined to (n,) float64."""
         return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
 
     def _draw(self, index: int) -> _Drawn | None:
@@ -310,9 +313,9 @@ def _evenly(numel: int) -> Tensor:
 
 
 def _pick(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return elements of several tensors, joined to one tensor (n,) float64 on the CPU.
+    """Return chosen elements of several tensors, joined to one tensor (n,) float64 on the CPU.
 
-    Each pair in ``tensors`` is a tensor and the indices of the elements to take from it, flattened.
+    ``tensors`` has pairs (tensor, indices).  The indices say which elements of the flattened tensor are taken.
     """
     picked = [_at(flat, places) for flat, places in tensors]
     return torch.cat(picked).double() if picked else torch.zeros(0, dtype=torch.float64)

@@ -1,9 +1,10 @@
-"""Notes a few masters of each unit around every outer step, so that outer steps can be computed again afterwards.
+"""Records a few fp32 weights before and after each outer step of DiLoCo, so that the outer steps can be recomputed.
 
-With local steps (DiLoCo), groups of ranks train apart from one another.  In an outer step they exchange how far their
-masters (fp32 weights) have moved.  The masters are read just before an outer step, in a hook of the optimizer, and just
-after it.  From these notes, :func:`harness.records.training_faults.training_fault` computes the outer steps again.  It
-also compares the notes of the groups with each other.
+With local steps (DiLoCo, ``policy.local_steps``), groups of ranks train apart from one another.  In an outer step the
+groups average how far their masters (fp32 weights) have moved.  On each rank, this module reads up to 64 masters of
+each unit (a part of the model that is sharded as one), once just before an outer step and once just after it.  From
+these notes, :func:`harness.records.training_faults.training_fault` recomputes the outer steps, and checks that all
+groups have the same masters.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _FEEDBACK: Final = 2.0
 
 
 class OuterWitness:
-    """Notes, for one rank, a few masters of each unit before and after each outer step of local steps.
+    """Records, on one rank, up to 64 masters of each unit before and after each outer step.
 
-    A master is one fp32 weight of this rank's shard.  In an outer step, groups of ranks exchange how far their masters
-    have moved.  The caller calls :meth:`after` when the optimizer has taken a step; :attr:`notes` has the notes.
+    A master is one fp32 weight of this rank's shard.  In an outer step of local steps (DiLoCo), groups of ranks average
+    how far their masters have moved.  The caller calls :meth:`after` when the optimizer has taken a step.
+    :attr:`notes` has one note for each unit and outer step.
     """
 
     def __init__(self, zero: Zero, optimizer: torch.optim.Optimizer) -> None:
@@ -62,19 +64,21 @@ class OuterWitness:
         optimizer.register_step_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
-        """Read the watched masters of each unit that an outer step is about to change.
+        """Read up to 64 fp32 weights of each unit that an outer step is about to change.
 
         This is a hook of the optimizer.  It runs after the optimizer's own step, and before the engine takes the outer
-        step.
+        step.  If no outer step follows, the hook does nothing.
         """
         for unit, fragment in self._units:
             if meets(self._policy, self._step + 1, fragment):
                 self._before[unit.geometry.name] = self._read(unit)
 
     def after(self, index: int, *, done: bool) -> None:
-        """Note the watched masters of each unit that an outer step has changed after the optimizer's step ``index``.
+        """Append a note to :attr:`notes` for each unit that an outer step has just changed.
 
-        ``done`` says whether the optimizer took the step; it skips a step after an overflow.
+        A note has the unit's recorded fp32 weights before and after the outer step.  If no outer step followed the
+        optimizer's step ``index``, nothing is appended.  ``done`` says whether the optimizer took the step; it skips a
+        step after an overflow.
         """
         self._step += done
         for unit, _ in self._units:

@@ -1,20 +1,21 @@
-"""Checks, while a trial runs, that it trains and times what it claims to.
+"""Checks during a trial that its model is really trained as the trial says, and that its times are honest.
 
-These checks run outside the timed parts of a step, and send no messages.  Each rank notes facts, and
-:func:`harness.records.training_faults.training_fault` judges the notes of all ranks:
+The checks run outside the timed parts of a step, and send no messages.  Each rank notes facts, and
+:func:`harness.records.training_faults.training_fault` judges the notes of all ranks.  The following must hold:
 
-- optimizer: a few elements, some of them drawn anew in each step, are stepped again in float64
-  (:mod:`harness.witness.optimizer_witness`).  One step of one matrix that Muon updates is computed again
+- Optimizer: AdamW's steps, recomputed in float64 for a few elements, agree with the optimizer's steps
+  (:mod:`harness.witness.optimizer_witness`).  So does one step of one matrix that Muon updates
   (:mod:`harness.witness.matrix_witness`).  The optimizers of all ranks together hold all trained elements.
-- gradients: the optimizer gets the gradients that the backward passes left, with the norm that clipping and loss scale
-  give.  A rehearsal of a step gives the same gradients as the step.
-- outer steps (``policy.local_steps``): afterwards all groups hold the same masters.  SGD with Nesterov momentum gives
-  these masters from the groups' movements (:mod:`harness.witness.outer_witness`).
-- losses: the recorded losses are the means of the losses that the passes returned.
-- batches: the model reads the batches that the seed gives its rank.  No batch is read twice.  Validation samples are
-  held out (:mod:`harness.witness.batch_witness`).
-- seconds: a second clock accounts for all time from the first timed step to the last
-  (:mod:`harness.witness.witness_clock`).  A rank that sleeps reports that it waits.
+- Gradients: the optimizer uses the gradients that the backward passes computed, apart from clipping and the loss scale.
+  A rehearsal of a step, which runs its passes in advance, gives the same gradients as the step.
+- Outer steps of DiLoCo (``policy.local_steps``): after an outer step all groups of ranks hold the same fp32 weights.
+  They are the result of SGD with Nesterov momentum on the mean of the groups' progress
+  (:mod:`harness.witness.outer_witness`).
+- Losses: a step's recorded loss is the mean of the losses that its forward passes returned.
+- Batches: the model reads the batches that the seed gives its rank.  No batch is read twice.  Validation reads the
+  samples that are held out for it, and training reads none of them (:mod:`harness.witness.batch_witness`).
+- Seconds: a second clock accounts for all time from the first timed step to the last
+  (:mod:`harness.witness.witness_clock`).  If a rank's thread sleeps, the rank has recorded that it waited for messages.
 
 The kernels of the codecs are checked before the trial (:func:`wrong_kernel`).
 """
@@ -47,7 +48,7 @@ _PROBE: Final = 2048  # elements on which a kernel is checked, at least
 
 
 class TrainingChecks:
-    """The checks of one rank; :class:`harness.strategies.training_loop.TrainingLoop` calls them at each step.
+    """Runs the checks of one rank; :class:`harness.strategies.training_loop.TrainingLoop` calls them at each step.
 
     Args:
         trial: The trial.
@@ -56,7 +57,8 @@ class TrainingChecks:
         optimizer: The optimizer of the training loop.
         read: List to which :func:`watch_inputs` appends the model's inputs in training mode; None if inputs are not
             watched.
-        zero: Our own engine, whose outer steps are watched if the policy has local steps; None for other engines.
+        zero: This project's engine; None for other engines.  If its policy has local steps (DiLoCo), the outer steps
+            are checked too.
     """
 
     def __init__(
@@ -104,21 +106,26 @@ class TrainingChecks:
         self.checked.wrong = self.checked.wrong or wrong
 
     def note_rehearsal(self, index: int) -> None:
-        """Keep the present gradients; when step ``index`` is taken, they are compared with the step's gradients.
+        """Keep the gradients of a rehearsal of step ``index``; :meth:`replay` compares them with the step's gradients.
 
-        Call this method after a rehearsal, which runs the passes of the step but leaves no trace in training.
+        A rehearsal runs the forward and backward passes of the step in advance, and changes nothing that training
+        depends on.  Call this method right after it, while its gradients are in the parameters.
         """
         self._optimizer.note_rehearsal(index)
 
     def note_reduced(self, index: int, loss: float, scale: float) -> None:
-        """Keep the present gradients, which the backward passes of step ``index`` have just left.
+        """Note the loss and the gradients of step ``index``; call this when its backward passes have ended.
 
-        Also check that no watched weight has changed since the optimizer's previous step.  If :attr:`compare` is set,
-        call it first.
+        The method does the following:
+
+        1. It calls :attr:`compare`, if set, which compares the gradients of one step with a single process.
+        2. It checks that the weights that the optimizer's checks read have not changed since the previous step.
+        3. It keeps the gradients, which :meth:`replay` compares with those that the optimizer has used.
+        4. It keeps the norm of the gradients, which :meth:`replay` notes.
 
         Args:
             index: Number of the step.
-            loss: Mean of the losses that the step's passes returned.
+            loss: Mean of the losses that the step's forward passes returned.
             scale: The loss scale that the gradients are multiplied by.
         """
         if self.compare is not None:
@@ -130,9 +137,10 @@ class TrainingChecks:
         self._reduced, self._scale = self._norm(), scale
 
     def replay(self, index: int, *, done: bool) -> None:
-        """Check step ``index`` after the optimizer has taken it.
+        """Recompute the optimizer's step ``index``, which has just ended, for a few weights, and note any difference.
 
-        ``done`` is False if the optimizer has skipped the step because of an overflow.
+        If the optimizer has taken the step, also note two norms of the gradients: as the backward passes left them, and
+        as the optimizer has used them.  ``done`` is False if the optimizer has skipped the step because of an overflow.
         """
         if done and self._shown:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
@@ -144,17 +152,19 @@ class TrainingChecks:
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
-        """Check that the model read a step's batches, and keep two digests to compare the batches of all ranks.
+        """Check that the model read the batches of a step, and note two digests with which ranks check each other.
 
-        The first digest is of the batches that the data set gave this rank.  The second is of the batches that the seed
-        gives the next rank, and must equal the next rank's first digest
-        (:func:`~harness.records.training_faults.training_fault`).  If one process reads the batches of all ranks, both
-        digests are of the batches of all ranks.
+        The first digest is made from ``drawn``.  The second is made from the batches that the next rank must read,
+        which are recomputed from the seed.  After the trial,
+        :func:`~harness.records.training_faults.training_fault` compares this rank's second digest with the next rank's
+        first digest.  If one process reads the batches of all ranks, both digests are made from the batches of all
+        ranks.
 
         Args:
             step: Number of the step.
-            drawn: The batches that the data set gave.
-            given: The batches that the training loop gave the model.  They equal ``drawn`` except in workload ``rlhf``.
+            drawn: The batches that the data set gave this rank.
+            given: The batches that the training loop passed to the model.  They equal ``drawn``, except in workload
+                ``rlhf``, which trains on generated continuations of ``drawn``.
         """
         found, given = [*drawn], [*given]
         samples = self._batches.samples * len(self._data.ranks)

@@ -1,17 +1,18 @@
-"""Divides the time of a rank's thread into laps without gaps, as a second account of where the time of its steps went.
+"""Divides all the time of a rank's thread into laps without gaps, as a check on the recorded times of steps.
 
-:class:`~harness.measure.step_clock.StepClock` says how long a step took; this clock says where all the time went.  Each
-reading ends one lap and begins the next, so that nothing lies between two laps and no time counts twice.  There are
-four kinds of laps:
+:class:`~harness.measure.step_clock.StepClock` records how long a step took.  The clock of this module accounts for all
+time since it was created: each reading ends one lap and begins the next, so no time is left out or counted twice.
+There are four kinds of laps:
 
 - ``step``: a step, without its checks;
 - ``check``: a check in a step or just after it, which sends no messages;
 - ``apart``: validations and comparisons between steps, which send messages;
 - ``between``: everything else.
 
-A lap has its wall-clock seconds.  It also has the seconds in which its thread ran, in which the thread slept to wait
-for something, and in which the thread was ready to run but had no CPU.  Checks judge a lap by the seconds in which the
-thread ran or slept, since a thread is not to blame if it had no CPU.
+For each lap the clock computes the wall-clock seconds, and for how many of them the thread ran, slept while it waited
+for something, or was ready to run but had no CPU.  It adds these up for each step and for each kind of lap.  Checks
+judge the time outside steps by the seconds in which the thread ran or slept, since a thread is not to blame if it had
+no CPU.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _THREAD: Final = getattr(resource, "RUSAGE_THREAD", None)  # Linux alone counts 
 
 
 class _Reading(NamedTuple):
-    """A thread's counts at one moment: the time, and how long the thread has run and has waited for a CPU.
+    """A thread's counters at one moment: the time, and how long the thread has run and has waited for a CPU.
 
-    ``stalled`` is read twice; ``seconds`` is read between these two readings.
+    The counter of waits for a CPU is read twice, before and after the others, so ``stalled`` has two values.
     """
 
     seconds: float  # time.perf_counter()
@@ -121,9 +122,9 @@ class WitnessClock:
 def _lap(begin: _Reading, end: _Reading) -> Spent:
     """Return the seconds between two readings, and for how many of them the thread ran, slept and waited for a CPU.
 
-    The seconds of sleep are a lower bound.  The values of one reading are read one after the other, and the thread may
-    lose its CPU in between.  The seconds of sleep are therefore the time in which the thread did not run, minus the
-    longest wait for a CPU that the values allow.  If the thread never gave up its CPU of its own accord, they are 0.
+    The seconds of sleep are a lower bound, since the values of one reading are read one after the other, and the thread
+    may lose its CPU in between.  They are the time in which the thread did not run, minus the longest wait for a CPU
+    that the values allow.  If the thread never gave up its CPU of its own accord, the seconds of sleep are 0.
     """
     seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
     if begin.stalled is None or end.stalled is None:

@@ -70,13 +70,17 @@ class Text(Dataset):
         self.length, self.masks = length, masks
 
     def count(self, part: NDArray[Any]) -> int:
-        """Return the number of places in a part at which T + 1 consecutive tokens can start."""
+        """Return how many sequences ``part`` has: one starts at each token that at least T further tokens follow.
+
+        ``part`` is ``train`` or ``validation``.  A sequence takes T + 1 tokens, so that each of T inputs has a target.
+        """
         return len(part) - self.length
 
     def at(self, part: NDArray[Any], numbers: list[int], keys: list[str]) -> Pair:
-        """Return the sequences that start at the places ``numbers`` in a part, as inputs and targets.
+        """Return the sequences that start at the tokens ``numbers`` of ``part``, as inputs and targets.
 
-        With ``masks``, the hash of a sequence's key determines which of its tokens are masked.
+        ``part`` is ``train`` or ``validation``; its first token is number 0.  ``keys`` has a text for each sequence.
+        With ``masks``, the hash of this text determines which of the sequence's tokens are masked.
         """
         offsets = np.asarray(numbers)[:, None] + np.arange(self.length + 1)
         windows = part[offsets].astype(np.int64)
@@ -118,8 +122,8 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         size = sum(path.stat().st_size for path in files)
     if size > LARGEST_BYTES:
         raise CorpusError(
-            f"corpus {source!r}: has {size} bytes; every rank holds all of them, so at most {LARGEST_BYTES} "
-            "are allowed: name a part of it"
+            f"corpus {source!r}: has {size} bytes, and at most {LARGEST_BYTES} are allowed, since every rank holds the "
+            "whole text in memory: name a smaller text"
         )
     return files, size + len(files) - 1  # with a line break between two files
 
@@ -182,8 +186,8 @@ def holds_arrays(source: str) -> bool:
 def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     """Read a corpus of arrays from a folder with token files, or from a user's function.
 
-    The second argument is the suite's folder.  It is part of the cache's key, because a relative path ``source`` names
-    another corpus in another folder.
+    The second argument is the suite's folder.  It is there only as a part of the cache's key, because a relative path
+    ``source`` names another corpus in another folder.
     """
     place = folder.path_of(source)
     if place.is_dir():
@@ -253,7 +257,9 @@ def _check_tokens(origin: str, tokens: Any) -> NDArray[Any]:
         row = np.asarray(tokens)
     if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
         wanted = "expected one dimension of whole numbers, with at least one number"
-        raise CorpusError(f"{origin}: tokens are an array {row.shape} of {row.dtype}; {wanted}")
+        raise CorpusError(
+            f"{origin}: tokens are an array of shape {row.shape} and type {row.dtype}; {wanted}"
+        )
     if int(row.min()) < 0:
         raise CorpusError(f"{origin}: has a token {int(row.min())}; expected tokens of 0 and above")
     return row

@@ -49,13 +49,14 @@ _SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 
 class Generator:
-    """Continues one batch of prompts in each :meth:`run`, and stores the seconds, waits and bytes of each token.
+    """Continues one batch of prompts in each :meth:`run`, and records the seconds, waits and bytes of each token.
 
     Args:
         prompt: The prompts, (B, T) int64.
         tokens: Number of tokens to decode for each prompt.
         layers: Number of layers of the model.
-        count: Returns the seconds and bytes of this rank so far (:data:`Counts`).  It is called after each token.
+        count: Returns the seconds that this rank has waited for messages, and the bytes that it has sent, so far
+            (:data:`Counts`).  It is called before the first token and after each token.
         device: The device of the model.
     """
 
@@ -72,7 +73,7 @@ class Generator:
 
         Args:
             model: The model, in evaluation mode.
-            index: Number of this generation; the first generation, also if it is a warm-up, is 0.
+            index: Number of this generation, from 0; warm-ups are counted too.
             warmup: Whether this generation is a warm-up.
         """
         decoded: list[Tensor] = []

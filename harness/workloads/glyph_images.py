@@ -65,7 +65,7 @@ class Glyphs(Dataset):
 
 @cache
 def load() -> Glyphs:
-    """Return the data set.  Only the first call in a process makes it, which takes a tenth of a second."""
+    """Make the data set in the first call, which takes a tenth of a second; later calls return the same object."""
     from matplotlib import ft2font
 
     characters = _characters()
@@ -81,10 +81,10 @@ def load() -> Glyphs:
 
 
 def _characters() -> tuple[int, ...]:
-    """Return the code points of the characters that are the classes.
+    """Return the code points of the data set's 256 classes, in ascending order.
 
-    These are the first characters that all fonts have, without spaces, control characters and accents.  If several
-    characters have equal images in the first font, only the first of them is a class.
+    The classes are the first characters that all fonts have, without spaces, control characters and lone accents.  If
+    several characters have equal images in the first font, only the first of them is a class.
     """
     from matplotlib.ft2font import FT2Font
 

@@ -47,11 +47,16 @@ def digests(trial: Trial) -> dict[str, str]:
 
 
 def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
-    """Return the digests of the modules that ``modules`` import, and of the files that trial and modules name.
+    """Return the digests of what the user's modules use: the modules that they import, and files such as data files.
 
-    These are files that the source of one of the modules names, such as data files, and files that the trial's
-    ``model.arguments`` name.  The keys of the result have the forms ``module helper`` and ``file words.txt of mine``,
-    as :func:`digests` explains.  A digest is None if the file cannot be read.
+    Args:
+        modules: Dotted names of the user's modules, whose own digests are not in the result.
+        trial: The trial, whose ``model.arguments`` may name further modules and files.
+
+    Returns:
+        The digests by name; see :func:`digests`.  For example, ``module helper`` is a module that one of ``modules``
+        imports, and ``file words.txt of mine`` is a file that the source of the module ``mine`` names.  A digest is
+        None if the file cannot be read.
     """
     if not (names := sorted(set(modules))):
         return {}

@@ -46,7 +46,7 @@ class KeysAndValues:
     def append(self, latest: Tensor) -> Tensor:
         """Append the keys and values of the next tokens, and return the keys and values of all tokens in the cache.
 
-        Argument and result have the form of ``held``.
+        ``latest`` and the result are (2, B, heads, tokens, width / heads): keys at index 0, and values at index 1.
         """
         self.held = latest if self.held is None else torch.cat([self.held, latest], 3)
         return self.held
@@ -293,9 +293,10 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips the initialisation of meta tensors, which have no values.
+    """A dispatch mode in which ``normal_`` and ``uniform_`` on meta tensors do nothing.
 
-    Initialising a meta tensor would import torch's compiler, which takes 4 s.
+    Meta tensors have no values to initialise.  Without this mode, torch would import its compiler for these operations,
+    which takes 4 s.
     """
 
     @classmethod
@@ -312,6 +313,6 @@ class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def unfilled() -> Iterator[None]:
-    """Context in which tensors and modules are made on the meta device, and are not initialised."""
+    """Let a ``with`` block create its tensors and modules on the meta device, without initialising them."""
     with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
         yield

@@ -60,7 +60,7 @@ def are_pairs(parts: Any) -> bool:
 
 
 def _pair(origin: str, part: str, pair: Any) -> _Arrays:
-    """Return inputs and targets as arrays, which have equally many examples.
+    """Return the inputs and the targets of ``pair`` as two arrays with the same number of examples.
 
     Args:
         origin: Beginning of error messages.

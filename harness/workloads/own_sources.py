@@ -1,11 +1,12 @@
-"""Finds the files that determine a user's own object (``module:object``), so that records can keep their digests.
+"""Finds the files on which a user's own object (``module:object``) depends, so that records can keep their digests.
 
-These files are the object's module, all modules that the module imports, and all files that these sources name: data
-files, kernels and their headers.  Imports and names are followed from file to file.  Files are found by parsing
-sources; no user code runs.  Libraries and this project's packages are left out, since records keep their versions.
+Three kinds of files are found: the object's module; the modules that it imports, directly or through other modules; and
+the files that the sources of all these modules name, such as data files and kernels with their headers.  Libraries and
+this project's packages are left out, since records keep their versions.
 
-The files that a source names are guessed from the string constants in the source.  A file that is found without need is
-harmless.  A file whose name is computed at run time cannot be found.  This module does not import torch.
+The sources are parsed, and no user code runs.  Which files a source names is guessed from its string constants, so
+the result may have files that the object does not need, which is harmless, and may lack files whose names are computed
+at run time.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -116,14 +117,14 @@ def files_of(
 def _followed(
     source: _Source, file: Path, added_folders: list[Path], folders: Sequence[Path]
 ) -> Iterator[_Source]:
-    """Yield the modules and files that a source mentions.
+    """Yield the modules that a source imports, and the files that it names.
 
     Args:
-        source: The source.
-        file: The source's file.
-        added_folders: Folders that sources may add to ``sys.path``.  If this source changes ``sys.path``, the folders
-            that it may have added are appended to this list.
-        folders: Folders in which a file that the source names is sought if the source's own folder does not have it.
+        source: The module or other file.  Only Python sources and kernels are searched for imports and names.
+        file: The path of the source.
+        added_folders: Folders that the sources searched so far may add to ``sys.path``.  If this source changes
+            ``sys.path``, the folders that it may add are appended to this list.
+        folders: Where to look for a named file if the source's own folder does not have it.
     """
     holder = source.name.partition(" of ")[2] or source.name
     if file.suffix in _KERNELS:
@@ -170,9 +171,10 @@ def _named(text: str, path: Path, holder: str) -> _Source:
 
 @cache
 def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
-    """Return the files that a kernel's source includes from its folder: pairs of the name in the source and the path.
+    """Return the files that a kernel's source includes from its folder, as pairs (name in the source, path).
 
-    ``_time`` and ``_size`` are the file's :func:`stamp`, so that the cache is used until the file changes.
+    ``_time`` and ``_size`` are the file's :func:`stamp`.  As parts of the cache's key, they let a changed file be read
+    again.
     """
     try:
         names = [name.decode(errors="replace") for name in _INCLUDE.findall(file.read_bytes())]
@@ -190,8 +192,9 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
         added_folders: Folders that are searched after the folders of ``sys.path``.
 
     Returns:
-        The packages that contain the module, from the outermost to the innermost, and then the module.  The list ends
-        before the first of these that does not exist.  For a library it has only the outermost package.
+        The packages that contain the module, from the outermost to the innermost, and then the module itself.  If a
+        package or the module does not exist, the list ends before it.  For a module of a library, the list has only the
+        library's outermost package.
     """
     if _MODULE.fullmatch(name) is None:
         return []
@@ -221,10 +224,10 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
 
 
 def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
-    """Find the spec of a top-level module by searching the folders of ``sys.path`` and then ``added_folders``.
+    """Find the spec of a top-level module in the folders of ``sys.path``, or else in ``added_folders``.
 
-    The search ignores modules that are imported already, since another module may have this name.  Returns None if
-    there is no such module.
+    ``sys.modules`` is not consulted, since another module may be imported under this name.  Returns None if no folder
+    has such a module.
     """
     for finder in sys.meta_path:
         if (spec := _spec(finder, name, None)) is not None:
@@ -274,12 +277,13 @@ def _holds_distributions(folder: Path) -> bool:
 
 
 def _existing(text: str, folders: Sequence[Path], *, files: bool = False) -> list[Path]:
-    """Find the file or folder that ``text`` names in one of the folders.
+    """Find the file or folder with the path ``text`` relative to one of ``folders``, which are tried in order.
 
-    The folders are tried in order.  With ``files``, only files are found.
+    ``text`` may also be an absolute path, or begin with ``~``.  With ``files``, folders are not found.
 
     Returns:
-        A list with the path in the first folder that has it.  The list is empty if no folder has it.
+        A list with the first path that exists.  The list is empty if there is none, or if it is a file of the system,
+        such as one in ``/proc``.
     """
     if not text or len(text) > _LONGEST_PATH or "\0" in text or "\n" in text:
         return []
@@ -307,8 +311,8 @@ def stamp(file: Path) -> tuple[int, int]:
 def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
     """Collect the modules and files that a source may name.
 
-    A source that cannot be read or parsed has no mentions.  ``_time`` and ``_size`` are the file's :func:`stamp`, so
-    that the cache is used until the file changes.
+    If the source cannot be read or parsed, the result is empty.  ``_time`` and ``_size`` are the file's :func:`stamp`.
+    As parts of the cache's key, they let a changed file be read again.
     """
     mentions = _Mentions()
     try:
@@ -387,7 +391,7 @@ def _writes(node: ast.AST) -> bool:
 
 
 def _written_names(tree: ast.AST) -> set[str]:
-    """Return all names in the calls that write files: names of variables, attributes and functions."""
+    """Return the names of all variables, attributes and functions that occur in calls that write files."""
     parts = (part for node in ast.walk(tree) if _writes(node) for part in ast.walk(node))
     return {str(getattr(part, "attr", "") or getattr(part, "id", "")) for part in parts} - {""}
 
@@ -400,10 +404,10 @@ def _targets(node: ast.AST) -> set[str]:
 
 
 def _joins(node: ast.AST) -> bool:
-    """Return whether the value of an assignment may be a path.
+    """Return whether the assignment ``node`` may assign a path to a variable.
 
-    A value is taken for a path if it is no call, or if it calls a function that returns a path.  For example,
-    ``Path("a") / "b"`` and ``join("a", "b")`` may be paths, and ``read("a")`` is none.
+    The result is True if the assigned value is not a function call, such as ``Path("a") / "b"``, or if it calls a
+    function that returns a path, such as ``join("a", "b")``.  It is False for other calls, such as ``read("a")``.
     """
     return _called(getattr(node, "value", None)) in _JOINING
 

@@ -27,7 +27,7 @@ from impl.policy.shard_layout import ParameterSpec
 
 
 def shape_of(model: Model) -> Shape:
-    """Return the sizes of a preset, with the sizes in ``model.arguments`` in place of the preset's sizes.
+    """Return the sizes of a preset model; sizes in ``model.arguments`` replace the preset's own.
 
     Raises:
         Refusal: if there is no such preset, if it has no such size, or if a size is impossible.
@@ -109,10 +109,10 @@ def parameters_of_trial(trial: Trial) -> tuple[list[Placed], list[str]]:
 
     Returns:
         The parameters in the module's order, and the names of the blocks.  Each parameter has the name of its block,
-        and the number of the group in which the trial's optimizer steps it.
+        and the index of its parameter group in the trial's optimizer.
 
     Raises:
-        Refusal: if there is no such preset, or if a size of the model is unknown or impossible.
+        Refusal: in the same cases as :func:`parameters_of`, such as an unknown preset.
     """
     placed, blocks = parameters_of(trial.model, trial.sequence)
     group = trial.optimizer.group

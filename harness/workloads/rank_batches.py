@@ -21,10 +21,10 @@ class Batches(Protocol):
     """A source of batches for training steps, such as :class:`RankBatches`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """Yield a list of batches for each micro-batch of step ``index``.  A batch is a pair (inputs, targets).
+        """Yield a list of batches (inputs, targets) for each micro-batch of step ``index``.
 
-        The list has one batch.  With strategy ``single``, in which one process computes for all ranks, it has a batch
-        for each rank.
+        The list has one batch, which this process's rank reads.  With strategy ``single``, in which one process
+        computes for all ranks, it has one batch for each rank.
         """
 
 
@@ -92,17 +92,19 @@ class RankBatches:
             ]
 
     def step(self, index: int) -> Iterator[list[Batch]]:
-        """Yield a list of batches (inputs, targets) for each micro-batch of step ``index``: one batch for each rank.
+        """Yield a list of batches (inputs, targets) for each micro-batch of step ``index``.
 
-        With strategy ``single`` these are the batches of all ranks.  Otherwise it is this rank's batch.
+        The list has one batch, which this process's rank reads.  With strategy ``single``, in which one process
+        computes for all ranks, it has one batch for each rank.
         """
         for micro_batch in range(self._trial.accumulation):
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
-        """Yield the batches that rank ``rank`` reads in step ``index``, one for each micro-batch.
+        """Yield the batches that the process of rank ``rank`` reads in step ``index``, in the order of micro-batches.
 
-        With strategy ``single``, yield the batches of all ranks.
+        This is one batch for each micro-batch.  With strategy ``single`` there is only one process: ``rank`` is
+        ignored, and each micro-batch has one batch for each rank.
         """
         ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):

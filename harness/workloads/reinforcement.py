@@ -120,8 +120,10 @@ def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
     """Return GRPO's loss, a scalar: the mean of ``-advantage * log p + kl * (r - log r - 1)`` over generated tokens.
 
     ``p`` is the probability that the actor gives to a token, and ``logs`` (B, T) has its logarithm.  ``r`` is the
-    probability that the reference model gives to the token, divided by ``p``.  GRPO has the ratio of the actor's new
-    and old probabilities in place of ``log p``.  With one update a step, both have the same gradient.
+    probability that the reference model gives to the token, divided by ``p``.
+
+    GRPO's published formula has the ratio of the actor's new to its old probability where this formula has ``log p``.
+    If the actor is updated once in a step, as here, both formulas have the same gradient.
     """
     written = experience.targets != NO_TARGET  # (B, T)
     log_ratio = (experience.reference - logs)[written]  # (n,), log r

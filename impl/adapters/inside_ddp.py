@@ -46,10 +46,10 @@ class InDDP(Joined):
     Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
     Gradients are sent in units, so the bytes do not depend on DDP's buckets.  A unit is the parameters of one block (a
-    repeated part of the model); the parameters outside all blocks are one more unit.  DDP hands over its buckets in the
-    same order on all ranks, and their gradients are copied into the units.  When all gradients of a unit have arrived,
-    its reduction starts, and the reductions of earlier units post the messages of their next hop (exchange).  After
-    DDP's last bucket, DDP's communication hook waits for all reductions.
+    repeated part of the model); the parameters outside all blocks are one more unit.  DDP passes its buckets to this
+    adapter's communication hook, in the same order on all ranks, and the hook copies their gradients into the units.
+    When a unit has all its gradients, its reduction starts, and the reductions of earlier units begin their next hop
+    (exchange).  After the last bucket, the hook waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.

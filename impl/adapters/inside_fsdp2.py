@@ -1,6 +1,6 @@
 """Gathers FSDP2's weights (qwZ) and reduces its gradients (qgZ) with this project's collectives.
 
-The collectives are set by FSDP2's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  FSDP2's schedule,
+FSDP2 accepts other collectives through ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  FSDP2's schedule,
 the optimizer and the training loop stay as they are::
 
     for block in blocks:
@@ -11,31 +11,32 @@ the optimizer and the training loop stay as they are::
     print(joined.ledger)
 
 [Note: streams of FSDP2]
-With NCCL, a stream of the GPU waits for messages, and FSDP2 chooses the stream on which it calls a collective:
+With NCCL, messages are waited for on a stream of the GPU.  FSDP2 chooses the current stream when it calls a collective,
+and how it waits for the result:
 
 ==============================  =========================  ==========================================================
-call                            current stream             how the result is waited for
+call                            current stream             how FSDP2 waits for the result
 ==============================  =========================  ==========================================================
-all-gather, ``async_op=False``  FSDP2's all-gather stream  FSDP2 records an event after the call, for which the
-                                                           stream of the computation waits
-all-gather, ``async_op=True``   the computation's stream   FSDP2 calls ``wait()`` of the ``Work`` that the call returns
-reduce-scatter                  FSDP2's reduce-scatter     FSDP2 records an event after the call
+all-gather, ``async_op=False``  FSDP2's all-gather stream  it records an event after the call; the computation's
+                                                           stream waits for the event
+all-gather, ``async_op=True``   the computation's stream   it calls ``wait()`` of the ``Work`` that the call returns
+reduce-scatter                  FSDP2's reduce-scatter     it records an event after the call
                                 stream
 ==============================  =========================  ==========================================================
 
-In the first and the last row, encoding, all hops (exchanges) and decoding are enqueued on the current stream, and the
-call returns None.  If the call returned a ``Work``, FSDP2 would free the gathered buffer at another time.
+- All-gather with ``async_op=False``, and reduce-scatter: encoding, all hops (exchanges) and decoding are enqueued on
+  the current stream.  The call returns None.  If it returned a ``Work``, FSDP2 would free the gathered buffer at
+  another time.
+- All-gather with ``async_op=True``: encoding and the first hop are enqueued on the computation's stream, on which FSDP2
+  also copies this rank's shard to the gathered buffer.  The later hops and decoding are enqueued on a side stream of
+  the wire, so that they overlap with the computation.
 
-In the second row, the first hop is posted on the computation's stream, where FSDP2 also copies this rank's shard to the
-gathered buffer.  The later hops and decoding follow on the wire's side stream, so that they overlap with the
-computation.
+The encoded messages are in the wire's buffers.  Before a stream uses a buffer again, it waits until the last use has
+ended.  The gathered buffer and the mean gradient belong to FSDP2, which keeps them until the events in the table have
+passed.
 
-The encoded messages are in the wire's buffers.  Before a buffer is used again, on any stream, that stream waits for the
-end of the last use.  The gathered buffer and the mean belong to FSDP2, which keeps them until the events of the table
-have passed.
-
-Where the CPU and not a stream waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a
-``Work`` whether ``async_op`` is set or not, so that messages are under way until FSDP2 needs the weights.
+With gloo, and on GPUs with transport ``staged``, the CPU waits for messages and no stream does.  An all-gather then
+always returns a ``Work``, whatever ``async_op`` is, so that its messages are under way until FSDP2 needs the weights.
 """
 
 from __future__ import annotations
@@ -92,12 +93,14 @@ def fsdp2(
         ``predict()`` computes the same bytes from the policy, and ``clip_grad_norm_()`` clips gradients.
 
     Raises:
-        HostError: if the model is not sharded as a whole over all ranks in one dimension, or if ``mesh`` is a
-            :class:`Mesh` of other ranks than the model's device mesh.  Also if ``mesh`` is not a :class:`Mesh` and this
-            function was called with the model before.
+        HostError: in these cases:
+
+            - the model is not sharded as a whole, over all ranks and in one dimension;
+            - ``mesh`` is a :class:`Mesh` with other ranks than the model's device mesh;
+            - ``mesh`` is a topology or None, and this function was called with the model before.
         PolicyError: if FSDP2 cannot carry out the policy; the message names the field or the codec.
-        MeshError: if ``mesh`` is a topology with another number of ranks than the model's device mesh.  Also if
-            ``mesh`` is None and :meth:`Mesh.of` cannot find out which ranks share a node.
+        MeshError: if ``mesh`` is a topology with another number of ranks than the model's device mesh, or if ``mesh``
+            is None and :meth:`Mesh.of` cannot find out which ranks share a node.
     """
     policy = preset(policy) if isinstance(policy, str) else policy
     check_host("fsdp2", policy)
@@ -284,8 +287,9 @@ class _Gather(_OfGroup, AllGather):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output.
 
-        Returns None if a stream of the GPU waits for messages and ``async_op`` is False.  In all other cases returns a
-        ``Work``, on which FSDP2 calls ``wait()``.
+        Returns:
+            None if ``async_op`` is False and a stream of the GPU waits for messages (NCCL).  Otherwise a ``Work``;
+            FSDP2 calls its method ``wait()`` before it uses the output.
         """
         joined, wire = self._joined, self._joined.wire
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())

@@ -2,8 +2,8 @@
 
 In this folder, a *host* is FSDP2 or DDP: it keeps its own engine and training loop but uses this project's collectives.
 The ledger counts the messages of these collectives.  It does not count what the host sends by itself.  DDP, for
-example, broadcasts the weights when it is created, the order of its buckets after the first step, and, unless
-``broadcast_buffers=False``, the model's buffers.
+example, broadcasts the weights when it is created, the order of its buckets after the first step, and the model's
+buffers before forward passes.  ``broadcast_buffers=False`` turns the last of these off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and the layout alone.
+"""Predicts the bytes that FSDP2 and DDP send through this project's collectives, without running them.
 
-FSDP2 gathers weights and reduces gradients one parameter group at a time, with each parameter cut along its first
-dimension.  DDP reduces gradients, which are laid out as for a policy of stage 0 (nothing is sharded).  Tests check that
-the bytes which the adapters count while they run equal these predictions.  Pure: no torch.
+The bytes follow from the policy, the topology and the sizes of the parameters.  FSDP2 gathers weights and reduces
+gradients one parameter group at a time, with each parameter cut along its first dimension.  DDP reduces gradients,
+which are laid out as for a policy of stage 0 (nothing is sharded).  Tests check that the bytes which the adapters count
+while they run equal these predictions.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -153,13 +154,14 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Predicts the bytes and messages that ``rank`` sends inside FSDP2 or DDP, by phase, purpose, unit, hop and link.
 
-    Inside FSDP2, each pass (forward, backward, evaluation) gathers the weights of every parameter group, and a backward
-    pass also reduces the gradients of every group.  For a gradient norm, a rank sends one small message to each other
-    rank.  The groups named in ``kept`` are not gathered again in the pass after a forward or evaluation pass.  They
-    stay gathered until a backward pass ends, or until one of these events:
+    Inside FSDP2, a rank sends messages in these cases:
 
-    - ``changed``: weights were written outside an optimizer step.
-    - ``forgotten``: gathered weights were dropped, although they had not changed.
+    - Each pass (forward, backward, evaluation) gathers the weights of every parameter group that is not gathered yet.
+      The groups in ``kept`` stay gathered after a forward or evaluation pass, until a backward pass ends, weights are
+      written outside an optimizer step (event ``changed``), or the gathered weights are dropped although they have not
+      changed (event ``forgotten``).  All other groups are freed in each pass.
+    - A backward pass also reduces the gradients of every group that has trained parameters.
+    - For a gradient norm, a rank sends one small message to each other rank.
 
     Inside DDP, the gradients of every unit are reduced once in each optimizer step, in its last micro-batch.  No
     weights are gathered, and a norm sends nothing.

@@ -1,8 +1,8 @@
-"""Makes checkpoints appear on disk completely or not at all.  No torch.
+"""Creates and removes the folders of checkpoints, so that a checkpoint is on disk completely or not at all.
 
 A checkpoint is written into a folder with a temporary name.  When all files are written, the folder is renamed, which
 makes it a checkpoint.  The files and the folder are synced to disk before the rename, and the parent folder after it,
-so that a checkpoint is complete even after a crash of the machine.
+so that a checkpoint is complete even after a crash of the machine.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder, with a temporary name, into which the next checkpoint is written, and return its path.
+    """Create a folder with a temporary name in ``folder``, for the files of the next checkpoint, and return its path.
 
-    The new folder is in ``folder``, from which the remains of interrupted saves and removals are removed first.
+    What interrupted saves and removals have left in ``folder`` is removed first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -119,9 +119,9 @@ def sync(path: Path) -> None:
 def thin(folder: Path, keep: int) -> None:
     """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
 
-    A checkpoint that is removed first gets a temporary name, so that an interrupted removal leaves no incomplete
-    checkpoint.  If the name cannot be changed, a warning is logged, and the checkpoint stays.  If the renamed folder
-    cannot be removed, a warning is logged, and the next :func:`begin` tries again.
+    Each checkpoint is renamed to a temporary name before its files are removed, so that an interrupted removal leaves
+    no incomplete checkpoint.  If it cannot be renamed, a warning is logged, and the checkpoint stays.  If the renamed
+    folder cannot be removed, a warning is logged, and the next :func:`begin` tries again.
     """
     for path in checkpoints(folder)[:-keep]:
         try:

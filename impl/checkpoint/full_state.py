@@ -48,10 +48,10 @@ def export(
             are an error.
 
     Returns:
-        Up to three warnings, each a line of text: one on finite values that became infinite, one on values that became
-        0, and one on values that were infinite or NaN before the cast.  A warning names up to four parameters with the
-        number of such values in each, and counts the other parameters that have such values.  A warning without values
-        is left out.
+        A tuple of warnings, each a line of text.  There is one for each of these kinds of values that occurs: finite
+        values that became infinite, values that became 0, and values that were infinite or NaN before the cast.  A
+        warning names up to four parameters with the number of such values in each, and says how many other parameters
+        have such values.
 
     Raises:
         CheckpointError: if ``path`` exists, if ``dtype`` is not a floating-point type, if a file cannot be read or

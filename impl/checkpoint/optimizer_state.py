@@ -1,9 +1,12 @@
-"""Saves and restores optimizer states by parameter name instead of by shard.
+"""Saves optimizer states by parameter name instead of by shard, so that a run with another sharding can load them.
 
-An optimizer steps *masters*.  A master is an fp32 tensor with the part of a rank's shard that belongs to one optimizer
-group, so it can hold elements of several parameters.  State that has a value for each element of a master is cut at the
-borders of parameters, and saved under their names.  Options and numbers (Adam's ``step``) are saved for each parameter
-of the master.  So a run with another layout, whose masters hold other parameters, can load the state.
+An optimizer updates *masters*.  A master is an fp32 tensor: the part of a rank's shard that belongs to one optimizer
+group.  It can hold elements of several parameters, and a run with another layout has other masters.  Therefore an
+optimizer's state is saved as follows:
+
+- State with a value for each element of a master, such as Adam's ``exp_avg``, is cut where one parameter ends and the
+  next begins.  Each piece is saved under the name of its parameter.
+- A group's options, and a master's numbers such as Adam's ``step``, are saved once for each parameter.
 """
 
 from __future__ import annotations
@@ -40,9 +43,10 @@ class SavedMasters:
         units: the engine's units.
         rank: this rank.
         optimizers: the optimizers, which must hold masters of this engine.
-        copy: None in a run without local steps (DiLoCo), in which all ranks together save each element once.  With
-            local steps, each state group (ranks that share one copy of all states) saves all elements, and ``copy`` is
-            the prefix of the names in this rank's file, such as ``group1:``; it is empty for the first group.
+        copy: the prefix of the names in this rank's file in a run with local steps (DiLoCo).  In such a run each state
+            group (ranks that share one copy of all states) saves all elements.  The prefix is empty for the first group
+            and ``group1:`` for the second.  In a run without local steps, ``copy`` is None, names have no prefix, and
+            all ranks together save each element once.
 
     Raises:
         CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers hold

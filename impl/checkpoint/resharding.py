@@ -1,11 +1,13 @@
-"""Writes the files of ranks, and reads any part of a parameter from the files, no matter how it was sharded.
+"""Writes the file of each rank in a checkpoint, and reads any part of a parameter from these files.
 
-Files hold *ranges*: a range is elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.
-The name does not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
-from the files of all ranks.
+A file holds *ranges*: a range is elements [start, end) of one flattened parameter.  In the file it has the name
+``KIND/NAME@START``.  KIND says which values these are, such as ``weight`` or ``optimizer0.exp_avg``, and NAME is the
+parameter's name.  Units, shards and ranks are no part of the name, so a run with another sharding can read the elements
+of its own shards from the files of all ranks.
 
-With local steps each group of ranks saves all elements, since values differ between groups.  The names of every group
-but the first begin with the group's number, as in ``group1:KIND/NAME@START``.
+With local steps (DiLoCo) each group of ranks saves all elements of trained parameters, since the groups have different
+values.  In the files of the first group the names of these ranges are as above.  In the files of the other groups they
+begin with the group's number, as in ``group1:KIND/NAME@START``.
 
 Files have the safetensors format.
 """
@@ -28,7 +30,7 @@ from impl.policy.shard_layout import UnitGeometry
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a flattened parameter, and the place of these elements in a shard or master."""
+    """Elements [start, end) of a flattened parameter, and the slice of a shard or master that holds them."""
 
     name: str  # of the parameter
     start: int
@@ -46,17 +48,17 @@ class Range(NamedTuple):
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the parts of parameters that a rank's shard, or a part of the shard, contains.
+    """Yield, for each parameter with elements in a rank's shard or a part of the shard, the range of these elements.
 
-    Padding belongs to no parameter.
+    Padding belongs to no parameter, so no range contains it.
 
     Args:
         geometry: the layout of the unit to which the shard belongs.
         rank: the rank that has the shard.
         span: elements (start, end) of the shard; by default the whole shard.  The ``place`` of a range counts from
             ``start``.
-        saved: whether only elements that ``rank`` saves are yielded.  Several state groups may hold copies of a shard,
-            and only one rank saves each element.
+        saved: whether to yield only the elements that ``rank`` saves.  Several state groups may hold copies of a shard,
+            and of all ranks with the same element only one saves it.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)

@@ -61,16 +61,16 @@ def together(
     Args:
         wire: the transport between the ranks.
         attempt: returns a result and a short report in JSON's types.
-        unlike: None if ranks may report different things.  Otherwise all reports must be equal, and ``unlike`` is the
-            text of the error for a rank whose report differs.  The words ``rank N`` are put before this text.
+        unlike: None if the reports of two ranks may differ.  Otherwise all reports must be equal, and the error for a
+            rank N whose report differs is the text ``rank N`` followed by ``unlike``.
 
     Returns:
-        This rank's result, and the reports of all ranks.
+        This rank's result, and the reports of all ranks in the order of ranks.
 
     Raises:
-        CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The error has the message of the first rank
-            that failed.  It names this rank, or no rank if all ranks failed with the same message.  Also raised if
-            ``unlike`` is given and the report of a rank differs from the report of rank 0.
+        CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The message is that of the first rank that
+            failed, after the words ``rank N:``.  These words are left out if all ranks failed with the same message.
+            Also raised if ``unlike`` is given and the report of a rank differs from the report of rank 0.
     """
     failure, result = None, None
     try:
@@ -162,7 +162,9 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         if rank != 0:
             return None, ""
         if others := wire.mesh.claim(str(folder.resolve())):
-            raise CheckpointError(f"{folder}: {others} of this job save there too: use another folder")
+            raise CheckpointError(
+                f"{folder}: {others} of this job save their checkpoints in this folder too: use another folder"
+            )
         return None, disk.begin(folder).name
 
     def complete() -> tuple[None, str]:
@@ -187,10 +189,11 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns the settings on which the communication state depends: the text of each setting, by its name.
+    """Returns the settings that a run must share with a checkpoint to load its communication state, by name, as text.
 
-    The communication state is, for example, the carried errors of error feedback.  If one of these settings differs
-    between the run and the checkpoint, :func:`load` drops the checkpoint's communication state.
+    The communication state is what messages depend on in addition to weights and gradients, such as the errors of error
+    feedback.  If any of these settings differs between the run and the checkpoint, :func:`load` drops the checkpoint's
+    communication state, except the numbers of the step and the micro-batch.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
@@ -226,13 +229,13 @@ def _local_steps(policy: Policy) -> str:
 
 
 def _group(zero: Zero) -> str | None:
-    """Returns the prefix of the names under which this rank saves its values, such as ``group1:``.
+    """Returns the prefix of the names under which this rank saves its values, or None in a run without local steps.
 
-    In a run with local steps (DiLoCo), each state group (ranks that share one copy of all states) saves values of its
-    own, under names with the group's prefix.  The first group's prefix is empty.  A run with another topology or policy
-    looks for names without a prefix, and so loads the first group's weights and optimizer states.
+    In a run with local steps (DiLoCo), each state group (ranks that share one copy of all states) saves its own values,
+    under names with the group's prefix.  The prefix is empty for the first group and ``group1:`` for the second.  A run
+    with another topology or policy looks for names without a prefix, and so loads the first group's values.
 
-    Returns None in a run without local steps, whose names have no prefix either.
+    In a run without local steps, all ranks together save one copy, under names without a prefix.
     """
     if zero.policy.local_steps is None:
         return None
@@ -242,11 +245,11 @@ def _group(zero: Zero) -> str | None:
 
 
 def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
-    """Returns the values that one setting of ``policy`` has during a run, as text such as ``0.8 or none``.
+    """Returns all values that one setting of ``policy`` takes during a run, as text such as ``0.8 or none``.
 
-    A schedule gives different policies, the phases, to the steps of a run.  Without a schedule, the only phase is the
-    policy itself.  ``text`` is a function that returns the setting's value in a phase.  Each value is given once, and
-    ``none`` comes last.
+    With a schedule, the policy changes during the run, and each policy in turn is a phase.  Without a schedule, the
+    only phase is ``policy`` itself.  ``text`` is called with each phase and returns the setting's value in it.  Equal
+    values are listed once, and ``none`` is last.
     """
     return " or ".join(sorted(dict.fromkeys(map(text, policy.phases)), key=lambda each: each == "none"))
 
@@ -306,12 +309,13 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     Args:
         folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         zero: the engine.
-        optimizers: the same optimizers as were saved, or none, which drops their state.
+        optimizers: optimizers of the same classes and parameters as those that were saved, in the same order.  Without
+            optimizers, the saved optimizer states are dropped.
 
     Raises:
         CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete or altered, or has
-            another version, another model or other optimizers.  Model and optimizers are then unchanged, unless
-            the disk failed while values were read.
+            another version, another model or other optimizers.  The model and the optimizers are then unchanged.  They
+            may have changed only if the disk failed while values were read.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)
@@ -361,7 +365,7 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
 def check_model(zero: Zero, manifest: Manifest) -> None:
     """Raise CheckpointError if the engine's model differs from the model of the checkpoint with this manifest.
 
-    The names of the state dict's entries must be the same, and so must their shapes and the types of buffers.
+    Both state dicts must have entries of the same names and shapes, and their buffers must have the same types.
     """
     entries, saved = _entries(zero), manifest.state
     check_names(entries, saved, "entries of the state dict")
@@ -402,10 +406,10 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load everything except weights, buffers and optimizers, and yield a line for each part that is dropped.
+    """Load everything except weights, buffers and optimizers; yield a line for each part that is dropped, and why.
 
-    The parts are the loss scale, the numbers of the step and the micro-batch, the communication state (such as carried
-    errors), the codes of frozen weights, and the states of the random generators.  A line gives the reason too.
+    The parts are the loss scale, the numbers of the step and the micro-batch, the communication state (such as the
+    errors of error feedback), the frozen weights in encoded form, and the states of the random number generators.
     """
     mesh, manifest, scaler = zero.wire.mesh, parts.manifest, zero.scaler
     scaler.load_state_dict(LossScaler(zero.policy.loss_scale).state_dict())  # not that of earlier training

@@ -1,1 +1,1 @@
-"""Defines codecs, which turn elements into bytes, specifies them in PyTorch, and defines rounding noise."""
+"""Defines codecs, which encode tensors as bytes for messages, and their reference implementation in PyTorch."""

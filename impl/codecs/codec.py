@@ -1,20 +1,20 @@
-"""Defines codecs as values: how a tensor is encoded, how many bytes that takes, and the largest error.
+"""Describes codecs: how each codec encodes a tensor, how many bytes that takes, and how large the error can be.
 
-A codec is a frozen value with a text form, which suites use and :func:`parse` reads:
+A codec is an immutable object with a text form, which suites use and :func:`parse` reads:
 
-- ``fp32``, ``bf16``, ``fp16``: a cast (:class:`Raw`).  Messages that are not quantised use one of these codecs,
-  so the engine needs no branch for them.
+- ``fp32``, ``bf16``, ``fp16``: a cast (:class:`Raw`).  Messages that are not quantised use one of these codecs.
 - ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``: integers (:class:`IntCodec`).  The number after
-  the colon is the block: how many elements share a scale.
-- ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``: small floats (:class:`FloatCodec`)
-- ``:hadamard32`` and ``:stochastic`` may follow: a rotation before quantising, and stochastic rounding
-- ``nf4`` and other published formats, and a user's ``module:object`` (:class:`OwnCodec`)
-- ``lossless:zstd``, ``lossless:zlib:bf16``: codecs whose number of bytes depends on the values.  They are measured and
-  not sent (:mod:`impl.codecs.lossless`).
+  the colon is the block size: how many elements share a scale.
+- ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``: small floats (:class:`FloatCodec`).
+- Integers and small floats may be followed by ``:hadamard32``, a rotation before quantising, and by ``:stochastic``,
+  which selects stochastic rounding.
+- ``nf4`` and other published formats, and a user's ``module:object`` (:class:`OwnCodec`).
+- ``lossless:zstd``, ``lossless:zlib:bf16``: codecs whose number of bytes depends on the values.  Policies refuse them;
+  they serve to measure how far tensors can be compressed (:mod:`impl.codecs.lossless`).
 
-An encoded shard is a *frame*: the codes, then a scale for each block, then, for codecs with offsets (``:asym``), an
-offset for each block, which is the block's smallest value.  The frame of a cast has no scales.  The codes are padded to
-a multiple of 16 bytes, and so are the scales and offsets together.
+An encoded shard is a *frame*.  It has three parts: the codes; a scale for each block; and, for codecs with offsets
+(``:asym``), an offset for each block, which is the block's smallest value.  The frame of a cast has codes only.  The
+codes are padded to a multiple of 16 bytes, and so are the scales and offsets together.
 docs/reference/wire_format.md gives the bytes and the arithmetic.  This file imports no torch.
 """
 
@@ -63,8 +63,8 @@ def padded_bytes(n: int) -> int:
 class _Framed:
     """Computes the size of a frame, which is one encoded row of elements; the base class of all codecs.
 
-    A frame has codes and no scales here.  :class:`_Scaled`, the base class of codecs with scales, overrides the methods
-    that concern scales.
+    The methods of this class describe a frame without scales, as casts have it.  :class:`_Scaled`, the base class of
+    codecs with scales, overrides the methods that return something about scales.
     """
 
     __slots__ = ()
@@ -74,14 +74,14 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns the number of blocks, groups of elements that share a scale, in a row of ``numel`` elements.
+        """Returns the number of blocks (groups of elements that share a scale) in a row; 0 for codecs without scales.
 
-        The result is 0 here, since this class has no scales.
+        ``numel`` is the number of elements in the row.
         """
         return 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns how many bytes of a frame of ``numel`` elements are scales; here 0, since there are no scales."""
+        """Returns how many bytes the scales of ``numel`` elements take in a frame; 0 for codecs without scales."""
         return 0
 
     def code_bytes(self, numel: int) -> int:
@@ -89,7 +89,7 @@ class _Framed:
         return -(-numel * self.bits // 8)
 
     def scales_at(self, numel: int) -> int:
-        """Returns at which byte of a frame of ``numel`` elements the scales start; the first byte is number 0."""
+        """Returns the offset of the scales in a frame of ``numel`` elements, in bytes from the frame's beginning."""
         return padded_bytes(self.code_bytes(numel))
 
     def frame_bytes(self, numel: int) -> int:
@@ -402,10 +402,10 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes can be read now; if not, reading them would import a user's module.
+        """Whether the codec's attributes can be read here without a forbidden import of a user's module.
 
-        Inside the context :func:`impl.named_object.forbidden`, where users' modules must not be imported, the answer is
-        False for codecs that are defined in a user's module.  In all other cases it is True.
+        This is False only inside the context :func:`impl.named_object.forbidden`, and only for a codec whose object is
+        imported from a user's module.
         """
         return self.instance is not None or self.name in _OURS or named_object.allowed()
 
@@ -565,8 +565,8 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns the least common multiple of 32 and the grains of ``codecs``.
+    """Returns a number of elements; a shard whose size is a multiple of it can be encoded in each of ``codecs``.
 
-    A shard can be encoded in each of the codecs if its number of elements is a multiple of the result.
+    The result is the least common multiple of 32 and the codecs' grains.
     """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

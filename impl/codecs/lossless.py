@@ -1,10 +1,10 @@
-"""Defines codecs without loss, which measure how many bytes weights and gradients take if no value may change.
+"""Defines lossless codecs, with which one can measure how far weights and gradients can be compressed unchanged.
 
 Mantissas and signs of weights and gradients are random bits, which no coder shortens.  The exponents are not random:
 most elements have one of a few exponents, so that about 2.6 of an exponent's 8 bits are information (ZipCCL,
-2604.27844).  Elements are therefore cut into planes: the first plane has the first byte of every element, which is the
-exponent, the second plane has the second byte of every element, and so on.  Each plane that is not random is compressed
-with an entropy coder: Huffman's code in zlib, or the coder in zstd.
+2604.27844).  Elements are therefore cut into byte planes: plane k has byte k of every element.  Before that, the sign
+bit of each element is moved to its end, so that the first plane has the exponents.  Each plane that is not random is
+compressed with an entropy coder: Huffman's code in zlib, or the coder in zstd.
 
 The number of bytes is known only after encoding.  A frame is therefore as large as the largest possible encoding, and
 :meth:`_Lossless.used_bytes` returns how many bytes of the frame are used.  The messages of a policy have fixed sizes,

@@ -1,6 +1,6 @@
-"""Defines the laws, properties that codecs promise, and checks that a user's codec object is complete.
+"""Reads the attributes of a user's codec object and checks them, and defines the laws: what a codec can promise.
 
-docs/reference/codecs.md explains to users what an object needs.  No torch.
+docs/reference/codecs.md explains to users which attributes an object needs.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ _LAWS: Final = {law.name.lower(): law for law in Law}
 
 
 class CodecError(ValueError):
-    """A codec's text, numbers or object are invalid; the message names what is wrong."""
+    """A codec is invalid or cannot be used, for example because its text form is wrong; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
 class OwnObject:
     """The attributes of a user's codec, read from its object (docs/reference/codecs.md explains them).
 
-    A codec must have ``encode`` and ``decode``.  If it equals a built-in codec bit for bit, ``codec`` is the text form
-    of this built-in codec, such as ``int8:2048``.  Otherwise it must have ``laws``, ``block`` and ``frame_bytes``, and
-    also ``error_bound`` if the laws include ``bound`` or ``unbiased``.  All other attributes may be left out.
+    A codec must have ``encode`` and ``decode``.  For the other required attributes there are two cases:
 
-    ``laws`` are lower-case names in the user's object, and members of :class:`Law` here.
+    - If the codec equals a built-in codec bit for bit, ``codec`` is the built-in codec's text, such as ``int8:2048``.
+    - Otherwise the codec must have ``laws``, ``block`` and ``frame_bytes``, and also ``error_bound`` if its laws
+      include ``bound`` or ``unbiased``.
+
+    All further attributes may be left out.  In the user's object ``laws`` are lower-case names, such as ``bound``; here
+    they are members of :class:`Law`.
     """
 
     encode: Any = None
@@ -65,7 +68,7 @@ class OwnObject:
 
     @property
     def tried_on(self) -> str:
-        """The device on which the codec is tried out: its ``device``, or the CPU if the codec runs on any."""
+        """The device on which the codec is checked: its ``device``, or ``cpu`` if the codec runs on any device."""
         return "cpu" if self.device == "any" else str(self.device)
 
     @property
@@ -78,7 +81,8 @@ class OwnObject:
 def import_definition(name: str, *, ours: bool = False) -> OwnObject:
     """Imports the object ``name``, in the form ``module:object``, and returns its attributes (:func:`definition_of`).
 
-    ``ours`` says that the object belongs to this project, so that it may be imported where users' modules may not.
+    ``ours`` says that the object belongs to this project.  Such an object may be imported even where the import of
+    users' modules is forbidden (:func:`impl.named_object.forbidden`).
 
     Raises CodecError: if the object cannot be imported, or is not a codec.
     """

@@ -1,7 +1,7 @@
-"""Runs a user's codec on tensors of any shape and type, although the methods of the codec take one row.
+"""Runs a user's codec on tensors of any shape and type, by calling the codec's methods once for each row.
 
-Elements of a type that the codec does not list in its ``kinds`` are converted to and from fp32.  The codec's methods
-read copies, so they cannot change a master shard (the fp32 weights of a rank) or another rank's message.
+Elements of a type that is not in the codec's ``kinds`` are converted to and from fp32.  The codec's methods read
+copies, so they cannot change a master shard (the fp32 weights of a rank) or another rank's message.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
-    """Returns a function that calls ``function(row of source, row of target)`` for every row of two tensors.
+    """Returns a function that applies ``function``, which takes one row, to all rows of tensors.
 
-    The arguments of the returned function are source, target and, optionally, a noise (random bits).  Source and target
-    have equal leading dimensions.  If ``stochastic`` is True and a noise is given, ``function`` gets the random bits of
-    its row as a third argument.  The returned function raises CodecError if ``function`` changes the shape of a row.
+    The returned function is called with two tensors, source and target, whose leading dimensions are equal, and
+    optionally with a noise (random bits).  For every row it calls ``function(source row, target row)``.  If
+    ``stochastic`` is True and there is a noise, it passes the random bits of the row as a third argument.  It raises
+    CodecError if ``function`` changes the shape of a row.
     """
 
     def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:

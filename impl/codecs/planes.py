@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def turn(shard: Tensor, bands: Iterable[tuple[int, int, int]], rows: int, *, back: bool = False) -> None:
-    """Transpose the bands of ``shard`` in place; with ``back=True``, undo the transposition.
+    """Transpose bands (groups of whole matrix rows) of ``shard`` in place; with ``back=True``, undo this.
 
     Before the transposition a band is stored row by row, and after it column by column.
 
     Args:
         shard: (S,), the elements of a shard.
-        bands: a triple for each run of bands that follow one another: the index of the run's first element in
-            ``shard``, the number of bands, and the number of columns of each band.
+        bands: triples (start, count, columns).  Each stands for ``count`` bands that follow one another in ``shard``,
+            from the element with index ``start`` on, and that have ``columns`` columns each.
         rows: the number of rows of every band.
         back: whether to undo the transposition.
     """

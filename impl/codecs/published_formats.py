@@ -1,6 +1,6 @@
-"""Implements published formats, such as NVFP4, as torch operations on one row; kernels must equal them bit for bit.
+"""Implements published formats, such as NVFP4, in torch, as the reference that kernels must equal bit for bit.
 
-Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame, the
+Each class has the same attributes as a user's codec (:class:`impl.codecs.own_object.OwnObject`).  A frame, the
 bytes of one encoded row, has three parts: the codes, with element 0 in the lowest bits; the extra bytes of each block,
 such as its scale; and the extra bytes of the whole row, such as NVFP4's fp32 scale.
 """
@@ -117,10 +117,11 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Table(_Format):
-    """Encodes an element as the nearest entry of a table, times the block's scale; base class of such formats.
+    """Base class of formats that encode an element, divided by its block's scale, as the nearest entry of a table.
 
-    The scale maps the block's largest magnitude to the table's largest entry.  If ``beside`` is 4, the scale is stored
-    in fp32.  If ``beside`` is 1, the scale is stored in E8M0, a power of two.  :class:`NVFP4` has other scales.
+    The scale maps the block's largest magnitude to the table's largest entry.  A format with ``beside = 4`` stores it
+    in 4 bytes, as fp32.  A format with ``beside = 1`` stores it in one byte, as a power of two (E8M0).  :class:`NVFP4`
+    has other scales.
     """
 
     table: tuple[float, ...]  # the entries in ascending order; the code of the smallest is 0
@@ -128,7 +129,8 @@ class _Table(_Format):
     def nearest(self, quotients: Tensor) -> Tensor:
         """Returns the codes (n, size) uint8 of the table's entries that are nearest to ``quotients`` (n, size).
 
-        If two entries are equally near, the code is chosen whose distance from the code of zero is even.
+        A code is the index of an entry in the table.  If two entries are equally near, the one whose index differs by
+        an even number from the index of 0.0 is chosen.
         """
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
@@ -247,11 +249,11 @@ def _bf16(values: Tensor) -> Tensor:
 
 
 class _Spikes(_Format):
-    """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
+    """Spike reserving (2508.03760): keeps a block's two spikes, its smallest and its largest element, in bf16.
 
-    The other elements become integers: the number of equal steps above the smallest of the other elements.  A block has
-    10 extra bytes.  Two bytes are the places of the two spikes in the block.  The other eight bytes are four numbers in
-    bf16: the two spikes, the smallest of the other elements, and the step.
+    The rest of the block is quantised in equal steps from its own smallest to its own largest element: code k stands
+    for ``smallest + k * step``.  A block has 10 extra bytes: two bytes with the indices of the spikes in the block, and
+    four numbers in bf16, which are the two spikes, ``smallest`` and ``step``.
     """
 
     size, beside = 128, 10

@@ -1,14 +1,15 @@
-"""Implements encoding and decoding in plain PyTorch: the specification that other backends equal bit for bit.
+"""Implements encoding and decoding in plain PyTorch; the results of all other backends must equal these bit for bit.
 
 :class:`Operations` checks its arguments and runs four operations: ``encode``, ``decode``, ``decode_sum`` (decode and
 sum) and ``decode_sum_encode`` (decode, sum, and encode the sum).  The C++ and CUDA backends inherit from it.
 
-Shapes: S elements of a shard become a frame ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``.  Leading dimensions are
-batches of frames; they may be strided, so a transpose costs no copy.
+Shapes: S elements of a shard are encoded to a frame ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``.  Leading
+dimensions are batches of frames; they may be strided, so a transpose costs no copy.
 
-Arithmetic: in fp32.  Elements are divided by the scale (never multiplied by its reciprocal).  Quotients are rounded to
-nearest, ties to even, or with the random bits of :mod:`impl.codecs.rounding_noise`.  Sums are added up in ascending
-order of their sources, the ranks that sent the frames.
+Arithmetic: computation is in fp32, except for sums with ``sums="fp16"``.  Elements are divided by the scale, and not
+multiplied by its reciprocal.  Quotients are rounded to nearest, ties to even, or with the random bits of
+:mod:`impl.codecs.rounding_noise`.  A sum adds the decoded frames in ascending order of their sources, the ranks that
+sent them.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation on tensors of 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """Error feedback: the error of one encoding is added to the elements that are encoded next.
+    """The state of error feedback: the error of one encoding, which is added to the elements that are encoded next.
 
-    ``h = x + error`` is encoded in place of ``x``.  If the frames decode to ``d`` in fp32, the new error is
-    ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation.  It is then cast
-    to the type of ``error``, and limited to the finite range of this type.  Where the new error is not finite, it is
-    replaced by 0, so that an overflow is not carried from step to step.
+    Instead of the elements ``x``, ``h = x + error`` is encoded.  If the frames decode to ``d`` in fp32, the new error
+    is ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation.  Where it is
+    not finite it is replaced by 0, so that an overflow is not carried from step to step.  Finally it is limited to the
+    range of the type of ``error``, and cast to this type.
     """
 
     error: Tensor  # (..., S) fp32, bf16 or fp16, shaped like the encoded elements; updated in place
@@ -82,12 +83,12 @@ class Options(NamedTuple):
 class Operations:
     """Checks and runs a backend's operations on frames; this class is the reference backend, in plain PyTorch.
 
-    Other backends override ``_encode``, ``_decode`` and ``_decode_sum`` for codecs that they have kernels for.  They
-    override ``_decode_sum_encode`` for pairs of codecs that their ``_fuses`` accepts.  These methods are called with
-    tensors that are checked and not empty.
+    A backend with kernels is a subclass.  It overrides ``_encode``, ``_decode`` and ``_decode_sum`` for the codecs that
+    it has kernels for, and ``_decode_sum_encode`` for the pairs of codecs that its ``_fuses`` accepts.  These methods
+    are called with tensors that have been checked and are not empty.
 
-    Each of these methods may return a function that repeats the operation on other tensors.  For later tensors of the
-    same layout, only this function is called, which saves checks and preparation.
+    Each of these methods may return a function that repeats the operation on other tensors.  When the operation is
+    called again with tensors of the same layout, only this function runs, which saves checks and preparation.
     """
 
     name = "reference"  # name of the backend in records
@@ -460,8 +461,9 @@ def merged_rows(
     if len(merged) > most:
         random = "" if noise is None else f" and noise with {noise.strides}"
         raise ValueError(
-            f"leading dimensions {tuple(shape)} with strides {[x.stride() for x in tensors]}{random}: "
-            f"the {backend} kernels take at most {most} dimensions after merging: pass contiguous tensors"
+            f"tensors of leading dimensions {tuple(shape)} with strides {[x.stride() for x in tensors]}{random}: "
+            f"the {backend} kernels take at most {most} leading dimensions, and with these strides the dimensions "
+            "cannot be merged to so few; pass contiguous tensors"
         )
     return merged
 
@@ -469,8 +471,8 @@ def merged_rows(
 def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
     """Returns 16 random bits for each element of a tensor, as numbers from 0 to 65535, (*lead, numel) int64.
 
-    ``lead`` are the tensor's leading dimensions, for each of which ``noise`` has a stride.
-    :mod:`impl.codecs.rounding_noise` defines the bits.
+    ``lead`` is the shape of the tensor without its last dimension, which has ``numel`` elements.  ``noise.strides`` has
+    one entry for each dimension of ``lead``.  :mod:`impl.codecs.rounding_noise` defines the bits.
     """
     starts = torch.full(lead, noise.start, dtype=torch.int64, device=device)
     for dim, stride in enumerate(noise.strides):
@@ -492,9 +494,10 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
 
 
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """Returns the elements (..., numel) of ``frames`` in fp32, limited to [-``largest``, ``largest``].
+    """Decodes ``frames`` (..., F) uint8 to elements (..., numel) fp32, limited to [-``largest``, ``largest``].
 
-    If the codec is a cast, the elements keep the type of the cast instead, and are not limited.
+    A frame is one encoded row of F bytes.  If the codec is a cast, the elements are returned in the type of the cast
+    instead, and are not limited.
     """
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
@@ -585,8 +588,8 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
     """Returns the codes (...) uint8 of ``quotients`` (...) fp32, which are elements divided by their block's scale.
 
-    A code is in the lowest ``codec.bits`` bits of its byte.  ``shift`` (...) has a random number for each element if
-    the codec rounds stochastically.  The number is added before the quotient is rounded to nearest.  Otherwise
+    A code is in the lowest ``codec.bits`` bits of its byte.  If the codec rounds stochastically, ``shift`` (...) has a
+    random number for each quotient, which is added before the quotient is rounded to nearest.  For all other codecs,
     ``shift`` is None.
     """
     if isinstance(codec, FloatCodec):
@@ -600,11 +603,12 @@ def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns the codes (...) uint8 of quotients ``v`` (...) fp32: sign, exponent and mantissa of a small float.
+    """Returns the codes (...) uint8 of quotients ``v`` (...) fp32 in the codec's small float type, such as e4m3.
 
-    A quotient is rounded to a multiple of its quantum.  The quantum is the distance between two neighbouring small
-    floats that have the quotient's exponent.  ``shift`` has the random numbers of stochastic rounding, or is None
-    (:func:`_codes`).
+    A quotient is an element divided by its block's scale.  Its code has the sign, the exponent and the mantissa of the
+    small float to which the quotient is rounded.  Without ``shift``, this is the nearest small float.  For stochastic
+    rounding, ``shift`` (...) has a random number for each quotient.  The number is added before rounding, in units of
+    the distance between two neighbouring small floats of the quotient's exponent.
     """
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
@@ -633,7 +637,11 @@ def of_e8m0(exponents: Tensor) -> Tensor:
 
 
 def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """Decodes ``frames`` to fp32 elements (..., S), clamped to [-``largest``, ``largest``]."""
+    """Decodes encoded rows to elements (..., numel) fp32, clamped to [-``largest``, ``largest``].
+
+    ``frames`` (..., F) uint8 are the encoded rows.  Each has the codes of its ``numel`` elements, the scales of its
+    blocks and, for codecs with offsets, the offsets of its blocks.
+    """
     lead, scales_at = frames.shape[:-1], codec.scales_at(numel)
     blocks, block = codec.blocks(numel), codec.block_size(numel)
     codes, half = unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel), 1 << (codec.bits - 1)
@@ -682,7 +690,10 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
-    """Returns ``count`` fp32 numbers of each frame, (..., count, 1); the first number begins at byte ``start``."""
+    """Returns the ``count`` fp32 numbers that begin at byte ``start`` of each encoded row, as (..., count, 1).
+
+    ``frames`` (..., F) uint8 are the encoded rows.  The numbers are, for example, the scales of a row's blocks.
+    """
     stored = frames[..., start : start + SCALE_BYTES * count]
     aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame may be misaligned for fp32
     return aligned.view(torch.float32).unsqueeze(-1)

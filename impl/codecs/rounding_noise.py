@@ -34,19 +34,20 @@ Words = tuple[int, int, int, int]
 def shard_stride(numel: int) -> int:
     """Returns ``numel``, the number of elements of a shard, rounded up to a multiple of 8.
 
-    Random bits depend on an element's number in its unit.  The elements of the unit are numbered so that the first
-    element of shard k has the number k times the result.  With ``numel = 100`` the result is 104, and the first element
-    of shard 2 has number 208.
+    The result is the distance between the element numbers of two neighbouring shards.  An element's random bits depend
+    on its number, and shard k begins at the number k times the result.  With ``numel = 100`` the result is 104, so the
+    first element of shard 2 has the number 208.
     """
     return -(-numel // OCTET) * OCTET
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The random bits for the rows of a tensor (..., S).
+    """Determines the random bits for the elements of a tensor (..., S).
 
-    The bits of an element depend only on ``philox`` and on the element's number.  The elements of a row have
-    consecutive numbers.
+    The bits of an element depend only on ``philox``, the words with which the generator is started, and on the
+    element's number.  The numbers of a row's elements are consecutive.  The first row begins at the number ``start``,
+    and ``strides`` say by how much the numbers increase from one row to the next.
 
     Raises ValueError: if ``start`` or a stride is negative, or is not a multiple of 8.
     """
@@ -80,8 +81,9 @@ class Key:
     def noise(self, start: int = 0, strides: tuple[int, ...] = ()) -> Noise:
         """Returns the random bits that this key gives to the elements of a tensor (..., S).
 
-        Bits depend on the element's number.  ``start`` is the number of the first row's first element.  ``strides`` has
-        one number for each leading dimension: by how much element numbers increase from one row to the next.
+        An element's bits depend on this key and on the element's number.  The first element of the first row has the
+        number ``start``.  ``strides`` has an entry for each leading dimension.  It is the increase of the numbers from
+        one row to the next along this dimension.  ``start`` and ``strides`` must be multiples of 8.
         """
         numbers = (self.seed, self.step, self.micro_batch, self.purpose, self.hop, self.source)
         text = "/".join([*map(str, numbers), self.unit])  # the unit is last, since its name may contain "/"

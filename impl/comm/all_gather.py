@@ -1,9 +1,9 @@
 """All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
 A hop is one exchange along one axis of ranks, such as the ranks of a node.  Each rank encodes its shard once
-(:mod:`impl.unit.master_shard`).  A later hop forwards the frames, the encoded shards, that the previous hop received,
-without decoding them, so all ranks decode the same bytes.  The exception is a hop in which ranks send hpZ's copy of the
-weights: its frames come from the copy (:mod:`impl.unit.secondary_shard`).
+(:mod:`impl.unit.master_shard`).  In a later hop it forwards the encoded shards (*frames*) that it received in the
+previous hop, without decoding them.  Therefore all ranks decode the same bytes.  If ranks keep hpZ's secondary copy of
+the weights, a hop may send this copy instead (:mod:`impl.unit.secondary_shard`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class FrameGather:
         hops: the hops, in the order in which they are posted.
         write: a function that writes the message of each hop after the first.  It is called with the hop, the message
             (bytes,) uint8, and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.
-            It is not called for the second hop if the first hop's frames are received directly into the second hop's
-            message.
-        keep: a function that stores what a hop has received, for example as hpZ's copy.  It is called before the next
-            hop is posted, with the hop and the received bytes, for each hop whose ``keeps`` is not ``nothing``.  It is
-            not called for the last hop.
+            It is not called for a second hop whose message is already written, because the first hop has received its
+            data directly into this message.
+        keep: a function that stores what a hop has received, for example as hpZ's copy of the weights.  It is called
+            with the hop and the received bytes, before the next hop is posted.  It is called only if the hop's field
+            ``keeps`` says that something is to be stored, and never for the last hop.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class FrameGather:
         """Write the first hop's message by calling ``first(hop, message)``, and post the first hop.
 
         Args:
-            tag: the purpose under which the ledger books the messages of all hops.
-            first: writes the message (bytes,) uint8.
-            into: (ranks * bytes,) uint8.  If the gather has a single hop, all messages may arrive in this memory.  With
-                several hops it is not used.
-            post: False if the hop is not posted here, but later by :func:`post_together`.
+            tag: the phase, purpose and unit under which the ledger books the messages of all hops.
+            first: a function that writes the first hop's message (bytes,) uint8.
+            into: memory (ranks * bytes,) uint8 for the messages of all ranks.  It is used if the gather has a single
+                hop and the wire's transport can receive into such memory.  Otherwise it is ignored.
+            post: whether to post the message.  If False, :func:`post_together` must be called to post it.
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into
@@ -128,16 +128,21 @@ class FrameGather:
 
 
 def post_together(gathers: Sequence[FrameGather]) -> None:
-    """Post the messages that several ``gathers`` have written; NCCL posts messages along one axis in one call."""
+    """Post the messages of several ``gathers``, which have written them with ``post=False``.
+
+    With NCCL, one call posts all consecutive messages along the same axis.
+    """
     exchanges.post_together([gather._exchange for gather in gathers])  # noqa: SLF001  # of this module's class
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a view of ``flat`` in which a shard is addressed by its rank's index along each of ``axes``.
+    """Return a view of ``flat``, which has the shards of all ranks, with a dimension for each of ``axes``.
 
-    ``flat`` has the shards of all ranks one after the other, each of ``shard`` elements.  The view has the shape
-    (size of each of ``axes``..., ``shard``).  ``strides`` has, for each axis, the distance between the shards of two
-    neighbours along this axis, counted in shards; by default it is ``axis.stride``.
+    The shards are in ``flat`` one after the other, each of ``shard`` elements.  The view has the shape (size of each of
+    ``axes``..., ``shard``): the first indices are those of a rank along the axes, and select its shard.
+
+    ``strides`` has an entry for each axis: how many shards further in ``flat`` the next rank along this axis has its
+    shard.  By default it is ``axis.stride``.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides

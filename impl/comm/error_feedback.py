@@ -1,9 +1,10 @@
-"""Keeps the errors that error feedback carries from one encoding of a unit's gradient to the next.
+"""Keeps the quantisation errors that error feedback carries from one gradient of a unit to the next.
 
-A rank keeps one error for each element that it encodes.  For the first hop a rank encodes the whole gradient.  For the
-hop between nodes it encodes only the sums that belong to its local index: with 4 ranks on a node, a quarter of the
-unit's elements.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a step with an
-overflow, because the gradients of this step are not used.
+When a rank encodes a gradient for a hop, it keeps the error of each element.  It adds the error to the same element of
+the next gradient before it encodes that gradient.  For the first hop a rank encodes the whole gradient.  For the hop
+between nodes it encodes only its own part of the sums: with 4 ranks on a node, a quarter of the unit's elements.  All
+errors are set to 0 every ``reset`` optimizer steps.  They are also set to 0 after a step with an overflow and after a
+failed pass, because the gradients of such a step or pass are not used.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from impl.policy.policy import Feedback
 
 
 class Errors:
-    """The errors that error feedback carries from one encoding of a unit's gradient to the next, on one rank.
+    """Keeps the errors that error feedback carries from one gradient of a unit to the next, on one rank.
 
     The attribute ``nbytes`` is the number of bytes that all errors take.
 
     Args:
         feedback: the settings of error feedback.
-        hops: the hops of the unit's reduction; those whose ``keeps`` is ``errors`` carry errors.
+        hops: the hops of the unit's reduction.  Errors are kept for each hop whose field ``keeps`` is ``errors``.
         device: the device of the errors.
     """
 
@@ -44,10 +45,11 @@ class Errors:
         self._since = 0  # the optimizer step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Return the errors that hop number ``hop``, counted from 0, carries over from its previous encoding.
+        """Return the errors that hop number ``hop``, counted from 0, adds to the next gradient; None if it keeps none.
 
-        A piece is the part of the gradient that one rank sums.  The result is for the elements [start, end) of each
-        piece.  It is a view: encoding replaces the errors in it.  Returns None if the hop keeps no errors.
+        The gradient consists of pieces: each rank sums one piece.  The result has the errors of the elements
+        [start, end) of every piece that this rank sends in the hop.  It is a view of the kept errors, which the next
+        encoding overwrites.
         """
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
@@ -63,10 +65,10 @@ class Errors:
         self._since = 0
 
     def begin(self, step: int) -> None:
-        """Prepare for the reductions of optimizer step number ``step``: clear the errors if a reset is due.
+        """Set all errors to 0 if a reset is due; to be called before the reductions of optimizer step ``step``.
 
-        A reset is due when ``feedback.reset`` steps have passed since the last reset; with ``feedback.reset = 0``,
-        never.
+        A reset is due when ``feedback.reset`` steps have passed since the last reset.  With ``feedback.reset = 0``
+        there are no resets.
         """
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()

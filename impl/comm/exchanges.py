@@ -1,12 +1,12 @@
-"""Sends and receives the messages of one collective, called an exchange, in four ways with one interface.
+"""Implements exchanges, the collectives of a group of ranks, in four classes with the same interface.
 
-The interface is the protocol :class:`Exchange`.  These classes have it:
+The interface is the protocol :class:`Exchange`.  The classes differ in how messages reach the other ranks:
 
-* :class:`Alone`: a group of one rank, which sends nothing.
-* :class:`InMemory`: ranks read each other's messages in place: processes of one node in shared memory, and thread ranks
-  in the memory of their process.
-* :class:`Distributed`: torch.distributed carries the messages.
-* :class:`Staged`: messages of a GPU are carried through host memory.
+* :class:`Alone` is for a group of one rank, which sends nothing.
+* :class:`InMemory` lets ranks read each other's messages in place.  Processes of one node use shared memory, and ranks
+  that are threads use the memory of their process.
+* :class:`Distributed` sends messages with torch.distributed.
+* :class:`Staged` sends the messages of a GPU through host memory.
 
 :mod:`impl.comm.wire` chooses the class, and books the bytes.
 """
@@ -61,9 +61,9 @@ class Exchange(Protocol):
     def wait(self) -> Tensor:
         """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank of the group.
 
-        The row of this rank has what this rank sends to itself: its message or, in an all-to-all, its own part of the
-        message.  In a step of a ring there is a single row, the message of the previous rank.  The result is valid
-        until :meth:`close`.
+        A row has what its rank sends to this rank.  In an all-to-all this is a part of that rank's message, and
+        otherwise the whole message.  This rank's own message is included.  In a step of a ring there is a single row,
+        the message of the previous rank.  The result is valid until :meth:`close`.
         """
 
     def parts(self) -> Sequence[Tensor]:
@@ -96,8 +96,8 @@ class Arena(Protocol):
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank has written its row of exchange ``number``.
 
-        ``mark`` is a 64-bit number that identifies the exchange in which this rank takes part.  :meth:`agree` compares
-        the ranks' marks.
+        ``mark`` is a 64-bit fingerprint of all exchanges that this rank has started, up to this one.  :meth:`agree`
+        compares the marks of all ranks.
         """
 
     def wait(self, number: int) -> Tensor:
@@ -114,12 +114,12 @@ class Arena(Protocol):
 
 
 class Pacer(Protocol):
-    """Models a link between nodes that is slower than the machine's: computes when bytes would have left a node."""
+    """Models a link between nodes that is slower than the real one, to delay messages as such a link would."""
 
     def book(self, nbytes: int) -> float:
-        """Add a message of ``nbytes`` bytes to the modelled link, behind all earlier messages.
+        """Add a message of ``nbytes`` bytes to the queue of the modelled link, behind all earlier messages.
 
-        Returns when its last byte will have left the node, in seconds of ``time.monotonic()``.
+        Returns the time at which the message's last byte will have left the node, in seconds of ``time.monotonic()``.
         """
 
 
@@ -137,12 +137,13 @@ def point_to_point(
 ) -> list[dist.Work]:
     """Post an exchange over gloo: one send to each other rank of the group, and one receive from each.
 
-    In a shift, one step of a ring, there is one send to the next rank and one receive from the previous rank.  Messages
-    that have 0 bytes by ``splits`` are left out.  Returns torch's ``Work`` of each receive and each send.
+    In a shift, one step of a ring, there is one send to the next rank and one receive from the previous rank.
+    ``splits`` has the lengths of the messages if they differ; messages of 0 bytes are neither sent nor received.
+    Returns torch's ``Work`` of each receive and each send.
 
     gloo's own all-to-all announces a receive only when the receive's turn comes.  On a slow link the announcement then
-    queues after the data that the rank sends, and the link idles: a link of 50 Mbit/s carries 24 to 30 Mbit/s.  Here
-    all receives are announced before any send, and this link carries 48 Mbit/s.
+    queues behind the data that the rank sends, and the link idles: a link of 50 Mbit/s carries 24 to 30 Mbit/s.  This
+    function announces all receives before any send, and the same link carries 48 Mbit/s.
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Each rank starts with the rank after it, so that not all ranks send to the same rank first.
@@ -200,7 +201,10 @@ def collective(
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How all exchanges of one kind, size and purpose along an axis are sent and booked; computed once for all."""
+    """Says how exchanges of one kind, size and purpose along an axis are sent, and how the ledger books them.
+
+    A wire computes a route once, and uses it for all exchanges that are alike.
+    """
 
     operation: Fields  # the entry in the log of collectives
     group: Group  # the ranks along the axis
@@ -230,11 +234,13 @@ class Route:
 
 
 class Buffers:
-    """Keeps the memory of messages for later messages, because a fresh buffer costs a page fault every 4 KiB.
+    """Keeps the buffers of finished messages for later messages, since new memory costs a page fault every 4 KiB.
 
-    If ``streams`` is True, several streams of a GPU use the buffers.  A stream that takes a buffer then waits until the
-    buffer's last use has ended, and messages of similar sizes share buffers (:mod:`impl.plan.messages`).  If ``keep``
-    is False, every message gets a fresh buffer.
+    If ``streams`` is True, several streams of a GPU may use the same buffer one after the other.  The stream that takes
+    a buffer then waits until the buffer's last use has ended.  Buffers also come in fewer sizes then, so that messages
+    of similar sizes can use the same buffer (:mod:`impl.plan.messages`).
+
+    If ``keep`` is False, no buffers are kept, and every message gets new memory.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
@@ -334,10 +340,9 @@ class InMemory:
         return [row[start : start + size] for row, start, size in rows]
 
     def messages(self) -> Tensor:
-        """Wait for all messages, and return them as (ranks, bytes) uint8, with all bytes that each rank has sent.
+        """Wait for all messages, and return the whole message of each rank as a row of (ranks, bytes) uint8.
 
-        In an all-to-all, a row thus also has the parts for other ranks, while :meth:`wait` returns only the parts for
-        this rank.
+        In an all-to-all, a row has the parts for all ranks.  :meth:`wait` returns only the parts for this rank.
         """
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
@@ -352,13 +357,14 @@ class InMemory:
 
 
 class Distributed:
-    """An exchange whose messages torch.distributed carries; a ``pacer`` delays them as a modelled link would.
+    """An exchange whose messages are sent by torch.distributed, with gloo or NCCL.
 
-    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
+    ``pacer`` delays the messages, to model a slow link between nodes; None does not delay them.  The memory of messages
+    comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
 
-    ``in_line`` has an effect only if the exchange is posted inside :meth:`Wire.beside` or
-    :meth:`Wire.on_current_stream`.  If it is True, NCCL then runs the exchange on the stream of that context, and
-    otherwise on the group's own stream.
+    ``in_line`` says on which stream NCCL runs an exchange that is posted inside :meth:`Wire.beside` or
+    :meth:`Wire.on_current_stream`: on the stream of this context if True, or on the group's own stream if False.
+    Outside of these contexts, ``in_line`` has no effect.
     """
 
     def __init__(
@@ -418,10 +424,11 @@ class Distributed:
 
     @property
     def joins(self) -> tuple[Group, Arrival | None] | None:
-        """A key for posting several exchanges in one call of NCCL: exchanges with equal keys can be posted together.
+        """The key by which exchanges are posted together in one call of NCCL; None if this one is posted by itself.
 
-        The key is a pair: the group of ranks, and the end of the side-stream work that the exchange is part of, or None
-        if it is part of no such work.  In place of a key, None says that the exchange must be posted by itself.
+        Exchanges with equal keys can be posted together.  The key is a pair: the group of ranks, and the end of the
+        stream's work that the exchange is part of (``in_line``).  The end is None if NCCL runs the exchange on the
+        group's own stream.
         """
         route = self._route
         if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:
@@ -433,7 +440,10 @@ class Distributed:
 
     @staticmethod
     def post_joined(exchanges: Sequence[Distributed]) -> None:
-        """Post several all-gathers in one call of NCCL; their :attr:`joins` must be equal, and not None."""
+        """Post several all-gathers in one call of NCCL.
+
+        All of them must have the same key :attr:`joins`, which must not be None.
+        """
         first = exchanges[0]
         arrival = first._buffers.arrival if first._in_line else None
         options = AllgatherOptions()
@@ -503,7 +513,7 @@ class Staged:
 
 
 def post_together(exchanges: Sequence[Exchange]) -> None:
-    """Post ``exchanges`` in order; NCCL posts consecutive all-gathers along one axis in one call."""
+    """Post ``exchanges`` in order; with NCCL, one call posts consecutive all-gathers along the same axis."""
     for joins, those in itertools.groupby(exchanges, lambda each: getattr(each, "joins", None)):
         alike = list(those)
         joined = [each for each in alike if isinstance(each, Distributed)]
@@ -515,9 +525,10 @@ def post_together(exchanges: Sequence[Exchange]) -> None:
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
-    """Add the messages of an exchange, which were posted at ``begin`` and arrive now, to the watchdog's timeline.
+    """Record in the watchdog's timeline that an exchange was under way from ``begin`` until now.
 
-    Does nothing if the watchdog has no timeline.
+    ``begin`` is the time of the post, in seconds of ``time.perf_counter()``.  Does nothing if the watchdog has no
+    timeline.
     """
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]

@@ -32,7 +32,8 @@ Step = tuple[int, Fields, int, str]
 def describe(fields: Fields, call: str = "") -> str:
     """Return an exchange in words, such as ``all_gather of 64 B along world (4 ranks) for forward weights h.0``.
 
-    ``call`` is the call of the public interface that started the exchange, such as ``save()``; empty inside passes.
+    ``call`` is the call of the public interface that started the exchange, such as ``save()``.  It is empty if no such
+    call is running, as in most forward and backward passes.
     """
     kind, axis, ranks, stride, nbytes, *tag, ring = fields
     # The stride is given because axes of one name may differ in it, if two policies share a wire.
@@ -49,7 +50,10 @@ def label(step: Step) -> str:
 
 @lru_cache(1 << 14)
 def _code(fields: Fields, call: str) -> int:
-    """Return a 64-bit hash of an exchange and its call; unlike ``hash()``, it is equal in every process."""
+    """Return a 64-bit hash of an exchange and of the public call that started it.
+
+    Equal exchanges have equal hashes in all processes, which Python's ``hash()`` does not guarantee.
+    """
     text = f"{fields!r} {call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -65,7 +69,7 @@ class CollectiveLog:
         self.steps: deque[Step] = deque(maxlen=1024)  # takes 0.2 MB
 
     def open(self, fields: Fields) -> Step:
-        """Add an exchange that this rank starts to the log, and return its entry."""
+        """Log that this rank starts the exchange described by ``fields``, and return the log's new entry."""
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ _code(fields, self.call)) * _FACTOR + 1) % 2**64
         step = (self.count, fields, self.fingerprint, self.call)

@@ -1,8 +1,9 @@
-"""Ends a process whose messages no longer arrive, if a stream of the GPU waits for them instead of the host.
+"""Ends a process whose GPU waits for messages that never arrive, as can happen with NCCL.
 
-With NCCL a stream of the GPU waits for messages.  If a rank does not take part in an exchange, the host notices
-nothing until it waits for the GPU, and that wait has no time limit.  NCCL's own watchdog counts from the moment at
-which an exchange was enqueued, and ends the process without saying which exchange it was.
+With NCCL it is a stream of the GPU, not the host, that waits for messages.  If another rank does not take part in an
+exchange, this rank's host notices nothing until it synchronises with the GPU, and this wait has no time limit.  NCCL's
+own watchdog counts from the moment at which an exchange was enqueued, and ends the process without saying which
+exchange it was.
 
 The :class:`HangMonitor` of a rank has a thread that watches the exchanges (collectives) that the rank has posted.  If
 no exchange has completed for as long as the wire's timeout, the thread calls ``on_hang`` with an error that names the
@@ -48,9 +49,8 @@ class HangMonitor:
 
     Args:
         watchdog: builds the error from the reports of all ranks.
-        timeout: seconds.  Ranks count as hanging if exchanges are under way and none of them has completed for this
-            time.
-        on_hang: is called with the error, once, in the monitor's thread.
+        timeout: seconds.  If exchanges are under way, and none has completed for this time, ranks count as hanging.
+        on_hang: a function that is called with the error when ranks hang, once, in the monitor's thread.
     """
 
     def __init__(self, watchdog: Watchdog, timeout: float, on_hang: OnHang) -> None:
@@ -63,7 +63,10 @@ class HangMonitor:
         self._started = False
 
     def posted(self, step: Step, works: Sequence[Work]) -> None:
-        """Watch the exchange ``step``, which completes when all ``works`` have, and forget completed exchanges."""
+        """Begin to watch the exchange ``step``, which has completed when all of its ``works`` have completed.
+
+        Earlier exchanges that have completed by now are no longer watched.
+        """
         with self._lock:
             self._drop_completed()
             if not self._under_way:
@@ -81,7 +84,7 @@ class HangMonitor:
             self._under_way.clear()
 
     def look(self) -> bool:
-        """Call ``on_hang`` if ranks hang, and return whether ranks hang."""
+        """Return whether ranks hang; if they do, call ``on_hang`` first."""
         with self._lock:
             self._drop_completed()
             waited = time.monotonic() - self._progress

@@ -91,8 +91,9 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, lane: str, name: str, begin: float, nbytes: int = 0) -> None:
-        """Add a span that begins at ``begin``, in seconds of ``time.perf_counter()``, and ends now.
+        """Add a message or a wait that began at ``begin``, in seconds of ``time.perf_counter()``, and ends now.
 
-        The other arguments are the fields of :class:`Span`.
+        ``lane`` is the line of the drawing that shows it, and ``name`` says what the message or the wait is for
+        (:class:`Span`).  ``nbytes`` are the bytes of this rank's message; 0 for a wait.
         """
         self.spans.append(Span(lane, name, begin, time.perf_counter(), nbytes))

@@ -93,9 +93,9 @@ class Mesh:
         """Make a mesh of all ranks, or of the ranks of ``group``; exactly the ranks of the mesh must call this.
 
         Args:
-            topology: the nodes and the ranks on each, in rank order.  A device mesh or a process group may be passed
-                here instead of as ``group``.  Without a topology, the nodes are read from the device mesh or from
-                torchrun, as described below.
+            topology: the number of nodes and of ranks on each node; ranks are numbered node by node.  A device mesh or
+                a process group may also be passed here, and is then taken as ``group``.  Without a topology, the nodes
+                are read from the device mesh or from torchrun, as described below.
             device: the device of tensors.  With a device mesh, the default is the current device of the mesh's type.
                 Without a device mesh, it is the current GPU if the backend is NCCL, and otherwise the CPU.
             group: the ranks: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
@@ -188,9 +188,9 @@ class Mesh:
 
     @property
     def counting(self) -> str:
-        """Text that is appended to error messages with ranks, and says that they are counted in this mesh.
+        """Note for the end of an error message, which says that the message numbers ranks as this mesh does.
 
-        The text is empty if the mesh is over all ranks, since its ranks are then global ranks.
+        The note is empty for a mesh of all ranks, whose numbers are the global ranks.
         """
         if self.members is None:
             return ""
@@ -212,8 +212,8 @@ class Mesh:
     def claim(self, name: str) -> str | None:
         """Reserve ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
 
-        Returns None if the name was free, or if a mesh over the same ranks has reserved it.  If a mesh over other ranks
-        has reserved it, returns these ranks as text, such as ``global ranks 0 and 2``.
+        Returns None if this mesh may use the name: it was free, or a mesh over the same ranks had reserved it.
+        Otherwise returns the ranks of the mesh that had reserved it, as text such as ``global ranks 0 and 2``.
         """
         if self.thread is None and not dist.is_initialized():
             return None
@@ -224,7 +224,10 @@ class Mesh:
         return None if found == mine else found
 
     def has_group(self, axis: Axis) -> bool:
-        """Return whether the group along ``axis`` exists already; if it does, :meth:`group` waits for no other rank."""
+        """Return whether the group along ``axis`` has been made.
+
+        If it has, :meth:`group` returns at once.  If it has not, :meth:`group` makes it, and waits for the other ranks.
+        """
         return axis in self._groups
 
     def group(self, axis: Axis, timeout: timedelta | None = None) -> Group:
@@ -288,7 +291,10 @@ class Mesh:
 
     @property
     def _prefix(self) -> str:
-        """The prefix of the names of this mesh's groups and keys; meshes over other ranks have other prefixes."""
+        """The prefix for the names of this mesh's process groups and for its keys in the rendezvous' store.
+
+        Meshes over different ranks have different prefixes.
+        """
         return f"zeropp/{hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]}"
 
 
@@ -408,10 +414,10 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _placed(ranks: Sequence[int]) -> Topology:
-    """Return the topology of the global ``ranks`` if torchrun has started them.
+    """Return the topology of the global ``ranks``, according to torchrun's variable ``LOCAL_WORLD_SIZE``.
 
-    torchrun puts neighbouring global ranks on one node, and sets ``LOCAL_WORLD_SIZE`` to their number.  Without this
-    variable, all ranks are taken to be on one node.
+    torchrun sets this variable to the number of ranks on a node, and puts neighbouring global ranks on the same node.
+    Without the variable, all ranks count as ranks of one node.
 
     Raises:
         MeshError: if some node has more of ``ranks`` than another, if ``ranks`` are not listed node by node, or if

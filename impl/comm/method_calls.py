@@ -3,8 +3,8 @@
 If one rank never leaves the user's code, the other ranks wait for its messages until their time-out, and only they
 raise an error.  The report of this module names the rank that hangs, and the call.
 
-The engine notes the beginning and the end of each call (:func:`inside`).  The wire that the class got notes when the
-class sends a message or waits for one (:func:`communicating`).
+The engine notes the beginning and the end of each call (:func:`inside`).  The wire through which the class sends its
+messages notes the times in which the class sends a message or waits for one (:func:`communicating`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _present: _Call | None = None  # one for the process: its engine calls one metho
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Context to put around a call of a user's reduction or gather class, so that :func:`watch` watches the call.
+    """Context in which a user's reduction or gather class is called; :func:`watch` reports the call if it hangs.
 
     ``what`` describes the call in errors: the class, the rank, the unit, and the function.
     """
@@ -51,7 +51,10 @@ def inside(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def communicating() -> Iterator[None]:
-    """Context in which this thread sends a message or waits for one; its present call does not count as hanging."""
+    """Context in which a user's class sends a message or waits for one, so that :func:`watch` does not count the time.
+
+    When the context is left, :func:`watch` begins to count again from 0.
+    """
     call = _present
     if call is None or call.thread != threading.get_ident():
         yield

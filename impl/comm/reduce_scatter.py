@@ -1,22 +1,22 @@
 """Reduce-scatters gradients hop by hop, with any codec, like qgZ's two-hop all-to-all (paper section 3.3).
 
-A hop is one exchange along one axis of ranks.  A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  It is
-transposed while it is encoded, and sent along axis 0.  Each rank decodes what it receives, sums it in ascending order
-of the sources, encodes the sum for axis 1, and so on.  After the last of these hops, the sum becomes the mean.
-:class:`Ring` is an alternative: one ring over all ranks.
+A hop is one exchange along one axis of ranks.  A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  A rank
+encodes its gradient, transposed to the order in which ranks receive it, and sends it along axis 0.  It decodes the
+messages that it receives, its own included, and sums them in ascending order of their senders.  It encodes this sum,
+sends it along axis 1, and so on.  After the last hop, each rank divides its sum by the number of ranks, to get the mean
+of its shard.  An alternative is :class:`Ring`, which sends partial sums along one ring of all ranks.
 
-If several groups of ranks hold copies of a shard (state groups), further hops follow.  After the hops above, a rank has
-the mean of only a part of its shard, and the further hops all-gather the means of the other parts.
+If several groups of ranks hold copies of all shards (state groups), and gradients are averaged over all groups, a rank
+has the mean of only a part of its shard after these hops.  Further hops then all-gather the means of the other parts.
 
 :meth:`Reduction.start` posts the first messages, each call of ``post_next_hop`` posts the next messages, and ``finish``
 returns the mean.  docs/design/engine.md says how to add another kind of reduction.
 
 [Note: deferred last hop]
-The caller should call ``post_next_hop`` soon after it has posted a hop that is not the last.  The next hop can only be
-posted when the messages of the previous hop have arrived, and until then the next hop's link idles.  After the last hop
-nothing is left to post.  If the last hop crosses between nodes, on the slowest link, only :meth:`Reduction.finish`
-waits for the last hop.  If the last hop stays inside a node, its messages arrive at once, and ``post_next_hop`` sets
-``mean``.
+``post_next_hop`` waits for the messages of one hop, and posts the next hop.  The caller should call it soon, because
+the link of the next hop idles until then.  Once the last hop is posted, nothing is left to post, and there are two
+cases.  A last hop between nodes uses the slowest link, so only :meth:`Reduction.finish` waits for it.  A last hop
+inside a node takes little time, so a further call of ``post_next_hop`` waits for it, and sets ``mean``.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -
         policy: the policy for the gradient's unit.
         wire: sends the messages.
         tag: the phase, purpose and unit under which the ledger books the messages.
-        piece: number of elements of the gradient, divided by the number of all ranks.  A rank sums one such piece or,
-            with local steps, all pieces of its shard.
-        grain: chunks, the parts of a piece that are sent separately, start on multiples of this number of elements.
+        piece: number of elements of the gradient, divided by ``world``, the number of all ranks.  A rank sums one part
+            of the gradient of this size.  With local steps (DiLoCo), it sums all such parts of its shard.
+        grain: number of elements.  A piece may be sent in several chunks, each of which starts at a multiple of it.
     """
     kind = Ring if policy.reduce == "ring" else Reduction
     hops = reduction_hops(policy, wire.mesh.topology, piece, grain)
@@ -66,10 +66,10 @@ class Reduction:
     A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are sent separately, so
     that hops of different chunks overlap.  :func:`impl.plan.hops.in_turns` says in which order chunks are posted.
 
-    Usually a piece is the rank's whole shard.  If several groups of ranks hold copies of the shards (*state groups*),
-    and gradients are averaged over all these groups, a piece is only a part of a shard.  The ranks that hold the copies
-    of one shard then gather the means of all its pieces, without chunks.  A rank also decodes the piece that it has
-    encoded itself, and does not keep the exact values, so that the copies stay bit-equal.
+    Usually a piece is the rank's whole shard.  This is not so if several groups of ranks hold copies of all shards
+    (*state groups*), and gradients are averaged over all groups.  Each rank that has a copy of a shard then sums a
+    different piece of this shard, and these ranks all-gather the means of the pieces, without chunks.  A rank decodes
+    its own encoded piece too, instead of keeping the exact values, so that the copies of the shard stay bit-equal.
 
     ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
@@ -98,7 +98,8 @@ class Reduction:
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
         """Return the random bits with which this rank rounds its message for hop number ``hop``, counted from 0.
 
-        The bits begin at element ``start`` of each piece, the part of the gradient that one rank sums.
+        A piece is the part of the gradient that one rank sums.  The bits are for the elements of each piece from
+        element ``start`` on, where the message's chunk begins.
 
         Returns None if ``key`` is None, or if the hop's codec does not round stochastically.
         """
@@ -112,15 +113,15 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of ``dtype`` may be written straight to the first hop's message.
 
-        If so, the message has the gradient's elements in the order in which the unit has them, without encoding.  All
-        of these conditions must hold:
+        Such a message has the gradient's elements unencoded, in their order in the unit.  All of these conditions must
+        hold:
 
         - The reduction has a hop, and is not a ring.
-        - Encoding leaves elements of ``dtype`` unchanged, and adds no scales or padding.
+        - The codec of the first hop would not change elements of ``dtype``, and would add no scales or padding.
         - Pieces, the parts that one rank sums, are in rank order, and are not cut into chunks.
         - No hop keeps errors of error feedback.
-        - There is a single hop, or the ranks read each other's messages of the first hop in shared memory.  With
-          several hops, a rank must pick its parts out of messages in the unit's order, which only shared memory allows.
+        - There is a single hop, or the ranks of the first hop read each other's messages in shared memory.  With
+          several hops, the parts for one rank are in several places of such a message, so they cannot be sent.
         """
         plain = [
             hop.kind == "all_to_all" and hop.keeps == "nothing" and hop.stride == hop.axis.stride
@@ -154,7 +155,7 @@ class Reduction:
             gradient: (n * piece,) for the n ranks whose gradients are averaged, floating-point and contiguous.  The
                 caller may overwrite it when this method has returned.
             key: determines the random bits of codecs that round stochastically; its ``source`` must be this rank.
-            errors: the carried errors of error feedback.
+            errors: the errors of error feedback, which are added before encoding; None without error feedback.
             opened: the exchange that :meth:`open_message` returned, if the gradient was written to its ``send``.
             out: (S,) fp32, memory in which the mean of this rank's shard is returned; by default new memory.
 
@@ -215,9 +216,9 @@ class Reduction:
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return, for each call of :meth:`_post_next`, the list of messages to post, each as (hop, chunk).
+        """Return a list for each call of :meth:`_post_next`, with the messages that the call posts, as (hop, chunk).
 
-        The lists have the hops that sum gradients, but not the later hops that gather means.
+        Only messages of the hops that sum gradients are listed, not those of later hops, which gather means.
         """
         return in_turns(len(self._summing), len(self._chunks))
 
@@ -308,10 +309,11 @@ class Reduction:
         return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
-        """Return this rank's parts of the gradients that all ranks of the first hop have written to their messages.
+        """Return the parts that are for this rank, out of the gradients of all ranks of the first hop.
 
-        The result is a view (source, sizes of the later hops..., F) uint8 of shared memory, where F is the bytes of an
-        encoded piece.
+        Each of these ranks has written its whole gradient to its message in shared memory (:meth:`open_message`).  The
+        result is a view of the messages, (source, sizes of the later hops..., F) uint8.  F is the bytes of a piece, the
+        part of the gradient that one rank sums.
         """
         frame = self.hops[0].nbytes // self.hops[0].frames
         assert isinstance(exchange, InMemory)  # noqa: S101  # collects() with several hops needs shared memory
@@ -354,9 +356,10 @@ class Reduction:
 
 @dataclass(kw_only=True, eq=False)
 class Ring(Reduction):
-    """Averages gradients over one ring of all ranks, regardless of nodes: ``world - 1`` steps send partial sums.
+    """Averages gradients over one ring of all ranks, in which nodes play no role.
 
-    A partial sum is encoded again at every step, so encoding errors add up (paper section 3.3).
+    In each of ``world - 1`` steps, every rank sends a partial sum to the next rank.  The sum is encoded again at every
+    step, so encoding errors add up (paper section 3.3).
     """
 
     def _turns(self) -> list[list[tuple[int, int]]]:
@@ -383,9 +386,9 @@ class Ring(Reduction):
     def _send_step(self, step: int, gradient: Tensor | None) -> None:
         """Encode the partial sum of ``step``, and send it to the next rank.
 
-        In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps ``gradient`` is
-        None, and the partial sum is the partial sum received from the previous rank plus a slice of this rank's
-        gradient.
+        In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps it is the partial
+        sum received from the previous rank, to which this rank adds its own slice of the same elements; ``gradient`` is
+        then None.
         """
         hop = self.hops[0]
         if gradient is not None:

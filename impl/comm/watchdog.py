@@ -43,7 +43,10 @@ class WireError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """One call of :meth:`Watchdog.mark_exposed`, which is queued between the waits before it and the waits after it."""
+    """Stands for one call of :meth:`Watchdog.mark_exposed` in the queue of waits that the device has not finished.
+
+    The waits before it in the queue count towards the result of the call, and the waits after it do not.
+    """
 
     # the exposed seconds before this moment; None until the device has finished all waits before it
     seconds: float | None = None
@@ -52,8 +55,8 @@ class _Mark:
 class Watchdog:
     """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
-    All ranks must construct their watchdogs in the same order: a rank numbers its watchdogs in this order, and the
-    watchdogs with one number read each other's reports.
+    Each rank numbers its watchdogs in the order in which it constructs them.  A watchdog reads the reports of the other
+    ranks' watchdogs with the same number, so all ranks must construct their watchdogs in the same order.
 
     Args:
         mesh: the ranks.
@@ -82,20 +85,21 @@ class Watchdog:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If the host waits for messages, this is the time that the host has spent in :meth:`wait`.  If the device's
-        stream waits for messages, this is the time of all waits that the device has finished.  A wait of the device's
-        stream is timed only if this property was read, or :meth:`mark_exposed` was called, before the wait.
+        If the host waits for messages, this is the time that the host has spent in :meth:`wait`.  If a stream of the
+        device waits for messages, as with NCCL, this is the total time of the stream's waits that have ended.  Timing
+        costs the host time, so waits of the stream are timed only after this property was first read, or
+        :meth:`mark_exposed` was first called.
         """
         self._timed = True
         return self._finished_waits()
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Mark this moment, and return a function that returns the exposed seconds before this moment.
+        """Return a function that returns the exposed seconds up to this call of ``mark_exposed()``.
 
         Exposed seconds are those in which this rank has waited for messages (:attr:`exposed_seconds`).
 
-        If the device's stream waits for messages, the device must have passed this moment before the returned function
-        is called.  Otherwise the returned function raises a RuntimeError.
+        If a stream of the device waits for messages, some waits may not have ended yet.  The returned function raises a
+        RuntimeError as long as the device has not finished all waits that were queued before this call.
         """
         self._timed = True
         mark = _Mark()
@@ -131,8 +135,11 @@ class Watchdog:
     def stalling(self) -> Iterator[None]:
         """Context that times the waits for messages that its body enqueues on the device's current stream.
 
-        Nothing is timed on a side stream, or if the body raises.  Nothing is timed either as long as neither
-        :attr:`exposed_seconds` was read nor :meth:`mark_exposed` was called.
+        Nothing is timed in three cases:
+
+        - the current stream is a side stream;
+        - the body raises an exception;
+        - nobody has asked for exposed seconds yet, by :attr:`exposed_seconds` or :meth:`mark_exposed`.
         """
         if self.paused or not self._timed:
             yield
@@ -188,8 +195,8 @@ class Watchdog:
     def meet(self, purpose: str, timeout: float) -> None:
         """Wait until all ranks have called this method with the same ``purpose``.
 
-        If they call it several times with one purpose, the first calls of all ranks belong together, then the second
-        calls, and so on.
+        If ranks call it several times with the same purpose, the first call of a rank waits for the first calls of the
+        others, the second call for the second calls, and so on.
 
         Raises:
             WireError: if a rank has not called it after ``timeout`` seconds.  Thread ranks have no timeout: they raise
@@ -249,11 +256,11 @@ class Watchdog:
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 
     def _write(self, status: str, call: str = "") -> None:
-        """Write this rank's report to the store, for the errors of other ranks.
+        """Write this rank's report to the store, where other ranks read it for their errors.
 
-        The report has three parts: ``status`` in words, ``call``, and the last exchanges.  ``call`` is the call of the
-        public interface, such as ``save()``, that this rank is in and that some ranks may not have made.  Otherwise it
-        is empty.
+        The report has three parts: ``status`` in words, ``call``, and this rank's last exchanges.  ``call`` is the call
+        of the public interface, such as ``save()``, that this rank has made and other ranks may have left out.  It is
+        empty if there is no such call.
         """
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))

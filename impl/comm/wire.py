@@ -62,24 +62,24 @@ class EncodedHop(NamedTuple):
 
 
 class Observer:
-    """Base class of objects that look at gradients: reductions of one rank call the methods of the wire's observer.
+    """Base class of objects that look at the gradients of one rank, and at their encoding.
 
-    The methods of this class do nothing.  A subclass must not change the tensors that it is given.  If it keeps a
-    tensor, it must keep a copy.
+    A reduction calls the methods of its wire's observer (:meth:`Wire.observed`).  The methods of this class do nothing.
+    A subclass must not change the tensors that it is given.  If it keeps a tensor, it must keep a copy.
     """
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """Called when a reduction of ``unit`` begins.
 
-        ``gradient`` (P,) is this rank's gradient of the whole unit, without carried errors.
+        ``gradient`` (P,) is this rank's gradient of the whole unit, before error feedback adds its errors.
         """
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``values`` (..., n) are the values that are sent: the gradient, a sum of gradients, or the mean of a piece, the
-        part of the gradient that one rank sums.  Carried errors have been added.  ``frames`` (..., F) uint8 are the
-        encoded values, or None if the values are sent without encoding.
+        ``values`` (..., n) are the values that are sent.  Depending on the hop, they are the gradient, a sum of
+        gradients, or the mean of the part that this rank sums.  They include the errors that error feedback adds.
+        ``frames`` (..., F) uint8 are the encoded values, or None if the values are sent without encoding.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
@@ -98,13 +98,16 @@ class Wire:
         transport: how messages are carried; ``shm`` is used inside nodes only.
         pacer: models a link between nodes that is slower than the machine's.
         timeout: seconds that a rank waits for the other ranks' messages before it raises a :class:`WireError`.
-        on_hang: is called with this error, in another thread, if a GPU's stream waits for messages instead of the host.
-            By default it prints the error and ends the process with status 1.
+        on_hang: a function for the case that a GPU's stream waits for messages, and not the host.  The error is then
+            not raised but passed to this function, which is called in another thread.  By default it prints the error
+            and ends the process with status 1.
 
     Raises:
-        WireError: if ``transport`` is ``shm`` and the mesh is not on CPUs; or if there is a ``pacer`` and a GPU's
-            stream waits for messages.  If the ranks are threads, also if there is a ``pacer``, or if ``transport`` is
-            not ``backend``.
+        WireError: in each of these cases:
+
+            - ``transport`` is ``shm``, and the mesh is not on CPUs;
+            - there is a ``pacer``, and a GPU's stream waits for messages;
+            - the ranks are threads, and there is a ``pacer``, or ``transport`` is not ``backend``.
     """
 
     def __init__(
@@ -174,12 +177,12 @@ class Wire:
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Mark this moment, and return a function that returns the exposed seconds before this moment.
+        """Return a function that returns the exposed seconds up to this call of ``mark_exposed()``.
 
         Exposed seconds are those in which this rank has waited for messages (:attr:`exposed_seconds`).
 
-        The mark itself does not wait for a GPU.  With a transport on which the GPU's stream, and not the CPU, waits for
-        messages (NCCL), call the returned function only after the GPU has executed all that was queued before the mark.
+        ``mark_exposed()`` does not wait for a GPU.  If a stream of the GPU waits for messages, as with NCCL, call the
+        returned function only after the GPU has executed everything that was queued before ``mark_exposed()``.
         """
         return self._watchdog.mark_exposed()
 
@@ -195,9 +198,9 @@ class Wire:
     def calling(self, call: str) -> Iterator[None]:
         """Context for the body of a public ``call``, such as ``save()``, that all ranks must make.
 
-        If an exchange inside the context fails, the error names the call.  The call also becomes part of the
-        fingerprints by which ranks compare their exchanges, so that ranks in different calls are found to differ.  If
-        contexts are nested, the outermost call is named.
+        If an exchange inside the context fails, the error names the call.  Ranks compare their exchanges by
+        fingerprints, of which the call becomes a part, so ranks in different calls are found to differ.  If contexts
+        are nested, only the outermost call counts.
         """
         log = self._watchdog.collective_log
         before = log.call
@@ -237,11 +240,12 @@ class Wire:
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream, *, posted: bool = False) -> Iterator[Arrival]:
-        """Context whose body is enqueued on the side stream ``stream``: its posts, waits for messages and decoding.
+        """Context whose body posts messages, waits for them and decodes them on the side stream ``stream``.
 
         Yields an :class:`Arrival`, which marks the end of this work.  With NCCL, waiting for a message blocks the
-        stream and not the host.  Therefore all later hops can be enqueued as soon as the first hop is posted.  Set
-        ``posted`` if the body begins by waiting for messages that the current stream has just posted.
+        stream and not the host.  Therefore the host can enqueue all later hops as soon as the first hop is posted.
+
+        Pass ``posted=True`` if the body begins by waiting for messages that were just posted on the current stream.
         """
         self._watchdog.paused = True
         try:
@@ -253,12 +257,12 @@ class Wire:
 
     @contextlib.contextmanager
     def on_current_stream(self) -> Iterator[None]:
-        """Context whose posts, waits and decoding are enqueued on the current stream, whichever stream that is.
+        """Context whose body posts messages, waits for them and decodes them on the current stream, whichever it is.
 
-        FSDP2 calls collectives on its own streams.  Before a message buffer is used again in this context, the current
-        stream waits until the buffer's last use has ended.  It does so even if the stream of the computation has waited
-        for this end already, since the current stream may be another one.  Waits for messages do not count as exposed.
-        If the host waits for messages, this context changes nothing.
+        It is for FSDP2, which calls collectives on streams of its own.  A message buffer may have been used last on
+        another stream.  Therefore, before the body uses a buffer again, the current stream always waits until the last
+        use has ended.  Waits for messages do not count as exposed.  If the host waits for messages, this context
+        changes nothing.
         """
         if not self.streams:
             yield
@@ -282,8 +286,8 @@ class Wire:
     def observed(self, observer: Observer) -> Iterator[None]:
         """Context in which reductions call the methods of ``observer`` with their gradients, messages and means.
 
-        Messages that are sent inside the context are not counted: the attribute ``ledger`` is meanwhile another ledger,
-        which is dropped at the end.
+        Messages that are sent inside the context do not count.  They are booked in a temporary ledger, which replaces
+        the attribute ``ledger`` until the context is left.
         """
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
@@ -319,17 +323,20 @@ class Wire:
             axis: the axis along which ranks exchange.
             nbytes: bytes of one rank's message.
             tag: the phase, purpose and unit under which the ledger books the messages.
-            ring: whether the backend's own all-gather is used.  The ledger then books the bytes of a ring.
-            into: (ranks * nbytes,) uint8 to receive the messages.  Transports that cannot do this ignore it.
-            in_line: True if the caller waits for the messages as soon as they are posted.  An exchange that is posted
-                on a side stream of a GPU then runs on this stream, and the host records fewer events.
+            ring: whether gloo uses its own all-gather, in place of one send to each rank; NCCL always uses its own.  If
+                True, the ledger books the bytes of a ring.
+            into: memory (ranks * nbytes,) uint8 in which to receive the messages.  A transport that cannot receive in
+                given memory ignores it.
+            in_line: pass True if the caller waits for the messages as soon as they are posted.  An exchange that is
+                posted on a side stream of a GPU then runs on this stream, and the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
         """Start an exchange in which every rank of the axis sends a different row of ``nbytes`` bytes to each rank.
 
-        The arguments mean the same as in :meth:`all_gather`.
+        The ledger books the messages under ``tag``.  Pass ``in_line=True`` if the caller waits for the messages as soon
+        as they are posted (:meth:`all_gather`).
         """
         return self._exchange("all_to_all", axis, nbytes, tag, in_line=in_line)
 
@@ -350,7 +357,8 @@ class Wire:
     def shift(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
         """Start one step of a ring, in which every rank of the axis sends ``nbytes`` bytes to the next rank.
 
-        The arguments mean the same as in :meth:`all_gather`.
+        The ledger books the messages under ``tag``.  Pass ``in_line=True`` if the caller waits for the messages as soon
+        as they are posted (:meth:`all_gather`).
         """
         return self._exchange("shift", axis, nbytes, tag, in_line=in_line)
 
@@ -388,9 +396,9 @@ class Wire:
             raise self._watchdog.error(DIFFER, ", ".join(texts))
 
     def describe(self) -> dict[str, str]:
-        """Return, for the name of each axis, what carries its messages, such as ``{"node": "gloo point to point"}``.
+        """Return how messages have been sent along each axis, such as ``{"node": "gloo point to point"}``.
 
-        Control messages have an entry of their own for each axis, such as ``world (control)``.
+        The keys are the names of the axes.  Control messages have entries of their own, such as ``world (control)``.
         """
         return {name: ", ".join(sorted(used)) for name, used in self._used.items()}
 
@@ -412,14 +420,15 @@ class Wire:
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether messages along ``axis`` can arrive in memory that the caller may free right after the wait.
+        """Return whether the caller can give memory for the messages along ``axis``, and free it right after the wait.
 
-        The result depends on the transport:
+        The memory is freed only when the transport has dropped its references to it.  The result is:
 
-        - gloo: True, since gloo drops its references to the memory when the wait ends or, because its own thread drops
-          them, up to some milliseconds later.
-        - NCCL: False, since NCCL may keep references longer.
-        - thread ranks, ``shm`` inside a node, and ``staged``: False, since messages do not arrive in that memory.
+        - gloo: True.  It drops its references when the wait for the messages ends, or some milliseconds later if its
+          own thread drops them.
+        - NCCL: False, since it may keep references for longer.
+        - thread ranks, ``shm`` inside a node, and ``staged``: False, since messages are not received in the caller's
+          memory.
         """
         gloo = self.group(axis).backend(self.mesh.device.type) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)

@@ -4,8 +4,8 @@ The C++ library has functions that encode, decode, copy or sum the rows of tenso
 structure, the job (:class:`_Job`), which says where the rows are in memory and how they are encoded.  If the elements
 of a row are not contiguous, the tensor is copied first.
 
-Elements that are not quantised are copied by the library if their type does not change, and summed by the library in
-one pass.  torch casts them to other types.
+A codec that does not quantise only casts elements to a type.  The library copies such elements if they have this type
+already, and sums them in one pass.  All other casts are done by torch.
 """
 
 from __future__ import annotations

@@ -3,15 +3,17 @@
 :class:`Kernels` turns an operation on tensors into launches, and calls a function that runs them.  On a GPU this is
 :func:`impl.cuda.launch.on_device`.  Some tests run the same sources compiled for the host.
 
-Elements that are not quantised are copied without change of type, or summed, by one launch of a kernel of ``raw.cu``.
-The reference backend casts them to other types, by one launch of torch.  The reference backend also takes frames that
-are not aligned to their elements.
+A codec that does not quantise only casts elements to a type.  Elements that have this type already are encoded by one
+launch of ``copy_raw`` in ``raw.cu``, and encoded elements are summed by one launch of ``sum_raw``.  Other casts, and
+decoding without a sum, are left to the reference backend, which takes one launch of torch.  The reference backend also
+takes frames (encoded rows) that are not aligned to their elements.
 
 A call is *plain* if its codec has integers of 4 or 8 bits and no rotation, and if it has no error feedback.  Plain
 kernels are compiled separately for each number of bits and type.  All other calls use *general* kernels, which read the
-codec's properties when they run.  Published formats have their own kernels (``formats.cu``).
+codec's properties when they run.  Published formats, such as NVFP4, have their own kernels (``formats.cu``).
 
-Which kernels encode depends on the codec's block, the elements that share a scale (the sources give the reasons):
+Which kernels encode depends on the size of the codec's blocks.  A block is a run of elements that share a scale.  The
+sources of the kernels give the reasons:
 
 ===========================================  ==========================================================
 elements of a block                          kernels, and how often they read each element from memory
@@ -21,9 +23,9 @@ others with lcm(block, 8) at most 8,192      ``encode_staged``: once
 all others                                   ``encode_extents``, then ``encode_given``: twice
 ===========================================  ==========================================================
 
-Tests may switch off kernels, each by the name of a :data:`Part`.  Without ``held`` or ``staged``, the kernels in the
-table's next row are used.  Without ``plain``, the general kernels are used.  Without ``fused``, ``decode_sum_encode``
-takes two or more launches instead of one.
+Tests may switch kernels off by name (:data:`Part`).  If ``held`` or ``staged`` is off, the kernels in the table's next
+row are used.  If ``plain`` is off, all calls use general kernels.  If ``fused`` is off, ``decode_sum_encode`` takes two
+or more launches instead of one.
 """
 
 from __future__ import annotations
@@ -86,14 +88,14 @@ class _Call:
     Each row is cut into parts, and a part is the work of one thread block at a time.
 
     Args:
-        spread: the number of thread blocks at which a launch aims.  If all rows together have more parts than this, and
-            if the launch may loop, each thread block works on up to 16 parts, one after the other.
+        spread: the number of thread blocks at which a launch aims.  If all rows together have more parts, a thread
+            block of a launch that may loop works on up to 16 parts, one after the other.
         numel: the number of elements of a row.
         tensors: tensors of equal leading dimensions, by the names of their fields in the argument.
         codecs: codecs, by the names of their fields in the argument.
         options: random bits and error feedback.
-        frames: (sources, ...), the frames that are summed, one from each source (sending rank).  The field ``frames``
-            of ``tensors`` is then the frame of the first source.  None if no frames are summed.
+        frames: (sources, ...), the encoded rows to sum, from each source (sending rank); None if nothing is summed.  If
+            given, ``tensors["frames"]`` must be those of the first source.
 
     Raises:
         ValueError: if a row is too long, if there are more rows than a grid covers, or if the leading dimensions cannot
@@ -203,7 +205,11 @@ class _Call:
         return self.launch("quantize.cu", f"encode_extents<{_any(codec)}>", blocks * parts)
 
     def format(self, operation: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
-        """Returns the launch that encodes a published format from ``dtype``, or decodes it to ``dtype``."""
+        """Returns the launch that encodes to a published format, such as NVFP4, or decodes from it.
+
+        ``operation`` is ``encode`` or ``decode``, and ``dtype`` is the type from which elements are encoded, or to
+        which they are decoded.
+        """
         self.set(coding=_coding(codec, self.numel))
         name = FORMATS[codec.name].partition(":")[2]  # the class in Python and the type in C++ have this name
         return self.octets("formats.cu", f"{operation}_format<{name}, {TYPES[dtype]}>", loops=True)
@@ -309,9 +315,9 @@ class Kernels(Operations):
         - The second codec's block has at most 4,096 elements, and is a multiple of 8 elements or the whole row
           (:func:`_holds`).
         - If errors are carried, the second codec does not rotate.
-        - If the first codec rotates groups of more than 8 elements, several threads hold a group, and must be
-          neighbours in the teams that encode the second codec's blocks.  They are neighbours if the second codec's
-          block consists of whole groups, is a power of two, or is the whole row.
+        - If the first codec rotates groups of more than 8 elements, several threads hold each group.  These must be
+          neighbours among the threads that encode a block of the second codec.  They are neighbours if the block
+          consists of whole groups, is a power of two, or is the whole row.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None
@@ -344,7 +350,7 @@ class Kernels(Operations):
         """Copy the elements of ``x`` to ``frames``, padding included, by one launch.
 
         Returns a function that repeats the launch.  Returns None, and copies nothing, if ``x`` does not have the
-        codec's type, or if the kernel does not take the tensors.
+        codec's type, or if the kernel does not take the shapes, strides or alignment of the tensors.
         """
         elements = _elements(codec, frames, x.shape[-1])
         if elements is None or x.dtype != elements.dtype:
@@ -370,7 +376,8 @@ class Kernels(Operations):
             divisor: the number by which the sum is divided.
 
         Returns:
-            A function that repeats the launch.  None, and nothing is done, if the kernel does not take the tensors.
+            A function that repeats the launch.  If the kernel does not take the shapes, strides or alignment of the
+            tensors, nothing is summed, and the result is None.
         """
         first, second = hops
         sources = _elements(first, frames, numel)
@@ -392,9 +399,10 @@ class Kernels(Operations):
     ) -> Repeat | None:
         """Sum frames of elements that are not quantised, and write the sum to the frames ``out``.
 
-        ``hops`` has the codec of ``frames`` and the codec of ``out``, both casts.  If the kernel takes the tensors,
-        this is one launch, and a function that repeats the launch is returned.  Otherwise torch sums and casts, and
-        None is returned.
+        ``hops`` has the codec of ``frames`` and the codec of ``out``, both of which only cast.
+
+        If a kernel takes the shapes, strides and alignment of the tensors, this is one launch, and the result is a
+        function that repeats the launch.  Otherwise torch sums and casts, and the result is None.
         """
         first, second = hops
         assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them
@@ -421,8 +429,8 @@ class Kernels(Operations):
     def sums_of_bits(self, values: Tensor) -> Tensor:
         """Returns checksums (n,) int64 of the bits of ``values`` (S,) fp32, computed by one launch.
 
-        A change of one element changes a checksum.  Checksums are compared only with those of the same backend
-        (:meth:`Operations.sums_of_bits`).
+        Each checksum covers a part of the elements, and any change of one element changes a checksum.  Checksums of
+        different backends must not be compared (:meth:`Operations.sums_of_bits`).
         """
         blocks = -(-values.numel() // (OCTET * THREADS * SUMMED))
         sums = torch.empty(blocks * THREADS, dtype=torch.int64, device=values.device)

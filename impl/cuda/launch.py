@@ -127,8 +127,8 @@ def compile_kernels(
 
     ``sources`` is the folder of ``file``, and ``options`` are given to NVRTC in addition to :data:`OPTIONS`.
 
-    Raises RuntimeError: if the compiler fails; the message has the compiler's log.  Also if NVRTC no longer knows the
-    architecture.
+    Raises RuntimeError: if this version of NVRTC no longer supports the architecture, or if the compiler fails.  The
+    message of a failure has the compiler's log.
     """
     from cupy.cuda import nvrtc
 

@@ -118,16 +118,15 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """Returns the recipe ``base`` with findings that are right for a model with the units ``units``.
+    """Returns the recipe ``base`` with its findings corrected for a model that has the units ``units``.
 
     A finding says how one key of the configuration is treated.  A unit is a group of parameters, usually those of a
-    block, that are gathered together.  Findings change in two cases:
+    block, that are gathered together.  Persistent units stay gathered.  Findings change in two cases:
 
-    - A unit has more elements than ``stage3_max_live_parameters`` allows.  The finding of this key becomes ``changed``,
-      since the unit cannot be cut and is gathered all the same.  Units that persist, which means that they stay
-      gathered, do not count.
-    - Otherwise, in stage 3, if all parameters persist, the findings of keys that concern shards become ``without
-      effect``.  An example is ``zero_quantized_weights``: persistent parameters are sent unquantised.
+    - A unit that is not persistent has more elements than ``stage3_max_live_parameters`` allows.  The finding of this
+      key becomes ``changed``, since the unit cannot be cut and is gathered all the same.
+    - Otherwise, if the stage is 3 and all units are persistent, the findings of keys that concern shards become
+      ``without effect``.  An example is ``zero_quantized_weights``: persistent parameters are sent unquantised.
     """
     sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
     largest = max(sizes, key=sizes.__getitem__, default="")
@@ -155,8 +154,8 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 class _Reading:
     """Reads one configuration: checks its keys and values, and builds the recipe.
 
-    Some keys have several spellings.  All dicts here that are keyed "by current path" use the spelling that DeepSpeed
-    uses today.
+    DeepSpeed has renamed some keys, and accepts their old names too.  A dict that is described as "by current path" has
+    today's names as its keys, whichever name the configuration uses.
     """
 
     def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
@@ -321,8 +320,8 @@ class _Reading:
     def _secondary(self) -> int:
         """Returns the number of ranks in an hpZ group, which share one secondary copy of the weights; 0 without hpZ.
 
-        The number is at most that of all ranks, even if the configuration asks for more.  A group of one rank counts as
-        no hpZ.
+        If the configuration asks for more ranks than there are, the group has all ranks.  If the group would have a
+        single rank, hpZ is not used, and the result is 0.
         """
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes

@@ -1,13 +1,13 @@
-"""Chooses a codec for the messages of each unit every few steps, so that all units together keep to a bit budget.
+"""Chooses a codec for the messages of each unit every few steps, so that all units together stay within a bit budget.
 
 The policy's bit budget limits the mean number of bits that each element of weights or gradients may take between nodes.
 The codecs are chosen so that the sum of their errors is small within this limit (:mod:`impl.plan.bit_budget`).
 
-Before a choice, the errors of all candidate codecs are measured for one step.  In the passes of this step, whenever the
-hop between nodes encodes gradients, every candidate encodes the same values, and its squared errors are added up.
-After the optimizer's step, every candidate encodes the masters, and its squared errors are added up too.  One exchange
-then gives every rank the sums of all ranks.  Each rank adds them in rank order, so that all ranks choose by equal
-numbers.
+Before a choice, the errors of all candidate codecs are measured for one step.  For gradients, every candidate encodes
+the values that a rank sends between nodes in the passes of this step.  For weights, every candidate encodes the masters
+(fp32 weights) after the optimizer's step.  The squared errors of each candidate are added up for each unit.  One
+exchange then gives every rank the sums of all ranks.  Each rank adds these in rank order, so that all ranks get equal
+totals, and make the same choice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from impl.unit.unit import Unit
 class _Choice:
     """The codecs chosen for weights or for gradients, and the errors measured for the next choice.
 
-    ``share`` has the limit of bits for weights or for gradients, with the candidate codecs and the units.
+    ``share`` is the part of the bit budget that concerns weights, or gradients: the limit of bits, the candidate
+    codecs, and the units for which codecs are chosen.
     """
 
     share: Share
@@ -66,10 +67,10 @@ class Renewal(Observer):
         self._observe()
 
     def _observe(self) -> None:
-        """Measure errors in the coming step if a choice of codecs follows it; otherwise stop measuring.
+        """Begin to measure errors if a choice of codecs is due after the coming step; otherwise stop measuring.
 
-        In such a step, if the budget limits the bits of gradients, reductions call :meth:`encoded` for the gradients
-        that they encode.
+        If errors are measured, and the budget limits the bits of gradients, this object becomes the wire's observer:
+        reductions call :meth:`encoded` for the gradients that they encode.
         """
         due = self._clock.step % self._every == 0
         if due or self._measuring:

@@ -78,14 +78,14 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
     """Test copies of ``optimizer``, and return a text that says why it must not step shards; None if it may.
 
-    If a step raises an error, the test is repeated: first with ``every``; then also with a closure, if the optimizer's
-    ``step()`` has an argument ``closure``.
+    If a step raises an error, the test is repeated with ``every=True``.  If a step fails again, and the optimizer's
+    ``step()`` has an argument ``closure``, the test is repeated with ``every=True`` and a closure.
 
     Args:
         optimizer: the optimizer, with the states that it has.
         closure: whether the steps are called with a closure.
-        every: whether a copy steps small tensors in place of all tensors of each parameter group.  Otherwise it steps
-            only two for each group, which is faster.
+        every: whether a copy has a small tensor for every tensor of the optimizer.  If False, it has small tensors only
+            for the first two tensors of each parameter group, which is faster.
     """
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
@@ -152,7 +152,8 @@ def _way_out(optimizer: Optimizer) -> str:
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
     """Return whether two tensors of weights, ``whole`` and ``other`` (K, N), are equal up to rounding.
 
-    ``way`` (K, N) is the distance that each element has moved so far.  The tolerance is a small fraction of it.
+    ``way`` (K, N) is the distance that each element of ``whole`` has moved in all steps so far.  A difference counts as
+    rounding if it is small compared to this distance, or to the element.
     """
     equal = (whole == other) | (whole.isnan() & other.isnan())
     near = (whole - other).abs() <= _SLACK * way + 1e-6 * whole.abs()
@@ -204,8 +205,8 @@ class _Task(NamedTuple):
 class _Twin:
     """A copy of an optimizer that steps *probes*: small parameters in place of the optimizer's tensors.
 
-    All probes of one copy have the shape ``shape`` and begin with equal values: elements of the initial weights of
-    ``task``, from element ``first`` on.
+    All probes of one copy have the shape ``shape`` and the same initial values.  These are taken from the initial
+    weights of ``task``, from element ``first`` on.
     """
 
     def __init__(
@@ -257,18 +258,18 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer; in the copy, small parameters, the *probes*, take the place of the optimizer's tensors.
+    """Return a copy of an optimizer that steps *probes*, small parameters in place of the optimizer's tensors.
 
     Returns the copy and the list of probes.  The copy has the same options, attributes and states, except that a
-    learning rate of 0 is replaced.
+    learning rate of 0 is replaced by a positive one.
 
     Args:
         optimizer: the optimizer.
         start: the initial values of each probe, in the shape of a probe.
-        part: which of the ``NUMEL`` elements of the test's tensor a probe has.  A state that has one value for each
-            element is repeated or cut to ``NUMEL`` elements, and the probe gets elements ``part`` of the result.
-        every: whether the copy has a probe for every tensor of each parameter group, or only for the first two tensors
-            of each group.
+        part: the range of elements that a probe has, out of a test tensor of ``NUMEL`` elements.  A state with a value
+            for each element is repeated or cut to ``NUMEL`` elements, and the probe's state is this range of it.
+        every: whether the copy has a probe for every tensor of the optimizer.  If False, it has probes only for the
+            first two tensors of each parameter group.
     """
     probes: list[nn.Parameter] = []
     copies: dict[int, Any] = {}  # by id of the original, as in the memo of copy.deepcopy()
@@ -276,7 +277,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return the state for one of the copy's parameters, made from ``tensor``, a state of the optimizer."""
+        """Return a probe's state, made from ``tensor``, the state of one of the optimizer's tensors."""
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)
@@ -284,9 +285,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
         return repeated.view(start.shape).clone()
 
     def copied(value: Any) -> Any:
-        """Copy an attribute, an option or a state of the optimizer.
+        """Return a copy of ``value``, with probes in place of the optimizer's tensors.
 
-        In the result, the copy's small parameters take the place of the optimizer's tensors.
+        ``value`` is an attribute, an option or a state of the optimizer, or a part of one.
         """
         if id(value) in copies:
             return copies[id(value)]

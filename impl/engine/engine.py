@@ -179,12 +179,12 @@ class Zero:
     def _end_rehearsal(
         self, communication_state: Mapping[str, Tensor], finished: int, copied: Mapping[CopyKey, int]
     ) -> None:
-        """Undo what passes have changed, except buffers, given what the engine had before these passes.
+        """Undo what the passes of a rehearsal have changed in the engine; the caller restores the model's buffers.
 
         Args:
-            communication_state: the result of :meth:`communication_state`.
-            finished: the number of finished backward passes.
-            copied: the result of :meth:`copied`.
+            communication_state: what :meth:`communication_state` returned before the rehearsal.
+            finished: how many backward passes had finished before the rehearsal.
+            copied: what :meth:`copied` returned before the rehearsal.
         """
         self._zero_grad()
         self.load_communication_state(communication_state)
@@ -216,9 +216,9 @@ class Zero:
         With a loss scale, call ``backward()`` on the result of ``scaler.scaled(loss)``.  If gradients then overflow on
         any rank, all ranks clear their gradients and skip the step.
 
-        If the optimizers hold masters of several models, these models step together: the norm is that of the gradients
-        of all these models, taken as one vector, and their loss scales must be equal.  A loss that is computed with
-        several of these models is scaled once, by the scaler of any of them.
+        If the optimizers hold masters of several models, these models step together.  The gradients of all these models
+        count as one vector, of which the norm is computed.  The loss scales of the models must be equal, and a loss
+        that depends on several models is scaled once, by the scaler of any of them.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all optimizers that hold masters with
@@ -237,7 +237,7 @@ class Zero:
                 - the models cannot step together, for example because they are on different ranks;
                 - with a loss scale or ``max_norm``: an optimizer also holds tensors that have gradients and belong to
                   no sharded model;
-                - with a loss scale: masters have gradients, but none of the given optimizers holds them;
+                - with a loss scale: the given optimizers do not hold all masters that have gradients;
                 - with a loss scale: ``backward()`` was called on a loss that was not scaled.
         """
         together = self._together("step()", optimizers, max_norm=max_norm)
@@ -357,9 +357,9 @@ class Zero:
         Args:
             max_norm: the largest norm that the gradients may have afterwards.
             norm_type: the p of the p-norm, as for :meth:`grad_norm`.
-            optimizers: optimizers that may hold masters of several models.  If given, the gradients of all these models
-                are scaled by one factor, and the norm is that of all these gradients, taken as one vector.  Otherwise
-                only this model's gradients are scaled.
+            optimizers: optimizers that hold masters of this model and of others.  If given, the gradients of all these
+                models count as one vector, whose norm is limited, and are scaled by one factor.  If not given, only
+                this model's gradients are scaled.
 
         Returns:
             () fp64, the norm before scaling.
@@ -484,8 +484,8 @@ class Zero:
     def communication_state(self) -> dict[str, Tensor]:
         """Return the state that this rank's messages depend on, in addition to weights and gradients.
 
-        A run that loads it together with masters and optimizer state continues bit for bit, on the same topology and
-        with the same policy.  The state has, as far as the policy needs them:
+        A run that loads this state, masters and optimizer state continues bit for bit, if topology and policy are the
+        same.  The state has these parts, some of which only some policies need:
 
         - the numbers of the step and of the micro-batch;
         - the quantisation errors that error feedback adds to later gradients;
@@ -537,10 +537,11 @@ class Zero:
             self._local_steps.reset()
 
     def reset_communication_state(self, *, step: int, micro_batch: int) -> None:
-        """Let messages depend on nothing but the present weights, as those of a new engine with these weights would.
+        """Reset everything that messages depend on, except the weights, as in a new engine with the present weights.
 
-        All ranks must call it, and no pass may be running.  It resets everything that :meth:`communication_state`
-        lists, such as the errors of error feedback, and the state of users' own reductions and gathers.
+        This is what :meth:`communication_state` lists, such as the errors of error feedback, and the state of users'
+        own reductions and gathers.  The numbers of the step and of the micro-batch are set to the arguments.  All ranks
+        must call this method, and no pass may be running.
 
         Args:
             step: the number of optimizer steps from which training continues.
@@ -634,7 +635,7 @@ class Zero:
     ) -> None:
         """Load the entries of ``state`` that belong to the model, and remove them from ``state``.
 
-        ``load_state_dict()`` then finds only the other entries.
+        torch calls this hook before it loads any entry into the model, and then loads the entries that remain.
         """
         self._loaded.clear()
         if self._all_shown():
@@ -679,7 +680,8 @@ class Zero:
     def check_hidden(self, call: str) -> None:
         """Raise a ZeroError if parameters of the model are in an open GatheredParameters context.
 
-        Leaving the context would undo writes to weights.  ``call`` is the name of the call that would write them.
+        A call that writes weights makes this check, since the end of the context would undo what it has written.
+        ``call`` is the name of this call, for the error message.
         """
         for unit in self.units:
             if unit.flat.shown:

@@ -247,8 +247,12 @@ class Hooks:
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Return whether a backward pass from ``outputs`` may follow this forward pass.
 
-        Returns False in three cases: autograd is off; no output needs a gradient; or a user has written weights of
-        ``units`` that stay gathered for backward, since the forward pass then ends with an error.
+        Returns False in three cases:
+
+        - autograd is off;
+        - no output needs a gradient;
+        - one of ``units`` stays gathered for backward, and the user has written to its weights, so that the forward
+          pass will end with an error.
         """
         if not torch.is_grad_enabled():
             return False
@@ -358,9 +362,9 @@ class Hooks:
     def collect_gradient(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
-        If the gradient is the unit's first in this pass, and the unit belongs to a block, the reductions of other units
-        that are under way post their next messages.  If the gradient is the unit's last, the unit is resharded, and all
-        reductions that are ready start, unless the pass only accumulates.
+        The first gradient of a block's unit in a pass also makes the running reductions of other units post their next
+        messages.  After the last gradient of a unit, the unit is resharded, and all reductions that are ready start.
+        If gradients are only accumulated in this pass, no reductions start.
         """
         if not self._passes.in_backward:
             self._begin_backward()
@@ -405,7 +409,10 @@ class Hooks:
                 unit.reshard()
 
     def _begin_backward(self) -> None:
-        """At the first gradient of a backward pass, have autograd call :meth:`_end_backward` after the pass."""
+        """Begin a backward pass, and make autograd call :meth:`_end_backward` at its end.
+
+        To be called when the first gradient of the pass arrives.
+        """
         passes = self._passes
         if passes.running:
             raise ZeroError(
@@ -452,7 +459,7 @@ class Hooks:
     def check_finished(self, call: str) -> None:
         """Raise a ZeroError if a backward pass has not ended, or if local gradients are not reduced yet.
 
-        ``call`` is the name of the method that may not be called then, for the error message.
+        ``call`` is the name of the operation that makes this check, such as ``save()``, for the error message.
         """
         if self._passes.in_backward:
             raise ZeroError(
@@ -515,7 +522,8 @@ class Hooks:
     def check_idle(self, call: str) -> None:
         """Raise a ZeroError if a forward or backward pass is running.
 
-        ``call`` is the name of the method that may not be called then, for the error message.
+        ``call`` is the name of the operation that makes this check, such as ``GatheredParameters``, for the error
+        message.
         """
         if self._passes.running or recomputing():
             raise ZeroError(

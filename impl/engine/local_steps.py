@@ -1,4 +1,4 @@
-"""Takes outer steps (DiLoCo): the exchanges in which groups of ranks average what they have trained apart.
+"""Takes the outer steps of DiLoCo, in which groups of ranks average the progress that each has made by itself.
 
 With local steps, each group of ranks trains by itself, and an outer step follows after every few optimizer steps.
 :mod:`impl.plan.local_steps` says after which optimizer steps the outer step of a unit is due.
@@ -37,8 +37,8 @@ class LocalSteps:
     def stepped(self, step: int, *, first: bool) -> None:
         """Note that an optimizer has stepped; once all optimizers have stepped, take the outer steps that are due.
 
-        A model may have several optimizers.  All have stepped when every master that has a gradient was stepped since
-        the last backward pass.
+        A model may have several optimizers.  All of them have stepped when every master (fp32 weights) that has a
+        gradient has been stepped since the last backward pass.
 
         Args:
             step: the number of optimizer steps so far.

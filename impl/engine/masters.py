@@ -95,7 +95,7 @@ class Masters:
         computes a norm of its own.  ``norm_type`` is the p of the p-norm.
 
         Raises:
-            ZeroError: if ``norm_type`` is neither ``inf`` nor above 0 and at most :data:`LARGEST_POWER`.
+            ZeroError: if ``norm_type`` is out of range.  It must be ``inf``, or a number above 0 and at most 8.
         """
         power, largest = float(norm_type), norm_type == math.inf
         if not (largest or 0 < power <= LARGEST_POWER):
@@ -218,9 +218,10 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended, and count the pass if its loss should have been scaled but was not.
+        """Note that a backward pass has ended, and count it as wrong if its loss was not multiplied by the loss scale.
 
-        A loss must be multiplied by the loss scale (:meth:`scaled`) if the scale is not 1.
+        With a scale other than 1, ``backward()`` must be called on the result of :meth:`scaled`.  If passes were
+        counted, :meth:`check_scaled` raises an error until :meth:`forget` is called.
         """
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached
@@ -248,7 +249,7 @@ class LossScaler:
         smallest scale that the policy allows.
 
         Args:
-            norm: the norm of the gradients without the loss scale.
+            norm: the norm of the gradients, divided by the loss scale.
             max_norm: the largest norm that gradients may have; None does not clip.
 
         Raises:
@@ -270,10 +271,10 @@ class LossScaler:
         return factor
 
     def stepped(self) -> None:
-        """Count a step that was not skipped, and double a dynamic loss scale if there were enough such steps.
+        """Count a step that was not skipped, and double a dynamic loss scale if it is due.
 
-        The scale doubles after ``window`` steps without an overflow since it last changed.  ``window`` is a field of
-        the policy's loss scale.
+        The scale is due to double when ``window`` steps without an overflow have followed its last change.  ``window``
+        is a field of the policy's loss scale.  The scale does not grow beyond ``LARGEST_SCALE``.
         """
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:

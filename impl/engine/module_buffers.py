@@ -12,12 +12,12 @@ GAN's discriminator.
 * A buffer with equal values on all ranks, such as a table of rotary embeddings, is not written at all.
 * Other buffers are written in place, so that users' references and views, and captured CUDA graphs, see the new
   values.
-* Before the write, autograd's graphs get copies of what they hold of the buffer
-  (:meth:`~impl.engine.outside_uses.SavedTensors.spare`), because backward needs the values that its forward
-  pass used.  (Writing in a way that torch's version counters do not notice would be wrong: backward would then compute
-  with the new values, and gradients would be wrong without an error.)
-* The engine does not see tensors that autograd saves outside of passes of the model.  For these, torch's own
-  check raises an error in backward.
+* Before the write, the views that autograd's graphs hold are replaced by copies of the old values
+  (:meth:`~impl.engine.outside_uses.SavedTensors.spare`), because backward needs the values that its forward pass used.
+  (It would be wrong to hide the write from torch's version counters instead: backward would compute with the new
+  values, and its gradients would be wrong without an error.)
+* The engine does not see tensors that autograd saves outside of passes of the model.  If the write changes such a
+  tensor, torch's version check raises an error in backward.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class ModuleBuffers:
         )
 
     def _agree_on(self, buffers: Mapping[str, Tensor]) -> None:
-        """Fix the layout of each rank's message: the bytes of ``buffers``, in this order, and one byte at the end."""
+        """Fix the layout of the message that each rank sends until the next call.
+
+        The message has the bytes of all ``buffers``, in their order, and a last byte, by which a rank tells the others
+        that its buffers no longer fit this layout.  Without buffers there is no message.
+        """
         self._kinds = _kinds(buffers)
         # Bytes of a rank's message, whose last byte may be _CHANGED.  Without buffers there is no message.
         self.nbytes = sum(buffer.nbytes for buffer in buffers.values()) + 1 if buffers else 0
@@ -77,7 +81,7 @@ class ModuleBuffers:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Context that gives all buffers, also those that are not persistent, their old values back on leaving."""
+        """Context that restores all buffers, persistent or not, to their old values when it is left."""
         differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         held = [(part, dict(part._buffers)) for part in self._model.modules()]  # noqa: SLF001
         try:
@@ -96,8 +100,8 @@ class ModuleBuffers:
         Nothing is sent if no pass can have changed buffers since the last call.
 
         Raises:
-            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks.  Also if a buffer has
-                become sparse, quantised, a wrapper class, or a tensor on the meta device (:func:`check`).
+            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks, or if a buffer has become
+                sparse, quantised, a wrapper class, or a tensor on the meta device (:func:`check`).
         """
         if not self.differ:
             return
@@ -132,11 +136,15 @@ class ModuleBuffers:
     def _gathered(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         """Gather the bytes of ``buffers`` from all ranks.
 
-        Returns (ranks, bytes + 1) uint8, one row for each rank.  The last byte of a row is 0.
+        Returns (ranks, bytes + 1) uint8, one row for each rank.  A row has the bytes of the rank's buffers, and a last
+        byte of 0.
 
-        Returns None in two cases.  First, shapes or types of buffers have changed on any rank since the last
-        :meth:`_agree_on`; this rank then sends 1 as the last byte of its message.  Second, there were no buffers at the
-        last :meth:`_agree_on`, so that the ranks have agreed on no message.
+        Returns None in two cases:
+
+        - On some rank, shapes or types of buffers have changed since the last :meth:`_agree_on`.  The rank tells the
+          others so by a last byte of 1.
+        - There were no buffers at the last :meth:`_agree_on`.  The ranks then have agreed on no message, and nothing is
+          sent.
         """
         if not self.nbytes:  # all ranks got their first buffers after shard()
             return None
@@ -217,7 +225,7 @@ def _words(shape: torch.Size, dtype: torch.dtype, layout: torch.layout, kind: ty
 def check(buffers: Mapping[str, Tensor]) -> None:
     """Raise a ZeroError for a buffer that is sparse, quantised, of a wrapper class or on the meta device.
 
-    Only a buffer with its values in memory of its own can be made equal on all ranks.
+    Such a buffer cannot be made equal on all ranks, because its values are not plain numbers in the tensor's memory.
     """
     for name, words in in_words(buffers).items():
         if not memory_of(buffers[name]) or buffers[name].is_quantized:

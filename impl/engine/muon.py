@@ -11,8 +11,9 @@ The list follows a matrix through one step:
 2. *The owner decodes all parts* to their places in one buffer, and orthogonalises the matrix.
 3. *The owner encodes the update* by parts, and each rank subtracts its part from its masters.
 
-The arithmetic is that of ``torch.optim.Muon``: with messages in fp32 or bf16 on one rank, weights equal torch's bit by
-bit, because Newton-Schulz rounds to bf16 before it computes, and its result is in bf16.
+The arithmetic is that of ``torch.optim.Muon``.  On one rank, the weights are bit-equal to torch's if messages are in
+fp32 or bf16.  Messages in bf16 do not change the result, because Newton-Schulz itself rounds its input to bf16, and
+returns bf16.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def hidden_matrices(model: nn.Module) -> GroupOf:
 def unknown_argument(kind: type[Optimizer], given: Iterable[str]) -> str | None:
     """Return an error text for the first name in ``given`` that is no argument of the optimizer's class ``kind``.
 
-    The text is without the beginning that says where the arguments were given.  Returns None if all names are known, or
-    if the class takes any arguments.
+    The caller must put the place where the arguments were given before the text, such as ``Muon(...):``.  Returns None
+    if all names are known, or if the class accepts arguments of any name.
     """
     parameters = inspect.signature(kind).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -157,9 +158,9 @@ class WithAdamW(Optimizer):
 
 
 class _Sent(NamedTuple):
-    """A part of a matrix that this rank holds in its shard, and the part's places in messages.
+    """This rank's part of a matrix, and where the part is in the messages to and from the matrix's owner.
 
-    The messages go to the matrix's owner, the rank that orthogonalises the matrix, and come back from the owner.
+    The part is in this rank's shard.  The owner is the rank that orthogonalises the whole matrix.
     """
 
     part: Part
@@ -177,9 +178,9 @@ class _Held(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A part of a matrix that this rank owns, that is, orthogonalises.
+    """One rank's part of a matrix that this rank orthogonalises, and where the part is in the matrix and in messages.
 
-    The part's holder, the rank that has the part in its shard, is another rank or this rank itself.
+    The *holder* is the rank that has the part in its shard: another rank, or this rank itself.
     """
 
     holder: int  # index of the rank that holds the part, among the ranks that share one copy of the states
@@ -279,10 +280,10 @@ class Muon(WithAdamW):
         return held
 
     def _find_owned(self, me: int) -> list[tuple[Matrix, list[_Piece]]]:
-        """Return (matrix, parts) for each matrix that this rank owns, that is, orthogonalises.
+        """Return (matrix, parts) for each matrix that this rank orthogonalises.
 
-        ``parts`` has the part of the matrix that each rank holds in its shard, with the part's places in the matrix and
-        in messages.
+        ``parts`` has an entry for each rank that holds a part of the matrix in its shard.  The entry says where the
+        part is in the matrix, and in the messages from and to that rank.
 
         ``me`` is this rank's index among the ranks that share one copy of the states.
         """
@@ -360,7 +361,8 @@ class Muon(WithAdamW):
             matrix: the matrix.
             pieces: the matrix's parts, each with its holder: the rank that has the part in its shard.
             options: Muon's options.
-            momentum: the message that each holder has sent, by the holder's index.
+            momentum: the messages that this rank has received, with encoded parts of the momentum.  Each is at the
+                index of the holder that has sent it.
             messages: the buffer of all messages from this rank to holders.
         """
         whole = self._whole[: matrix.slot.spec.numel]
@@ -376,10 +378,13 @@ class Muon(WithAdamW):
             ops.encode(self.owners.update, whole[piece.place], messages[piece.update])
 
     def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
-        """Step the masters of one unit's matrices in this rank's shard, with the orthogonalised matrices.
+        """Step the fp32 weights of one unit's matrices in this rank's shard: weight decay, then Muon's update.
 
-        ``updates`` has the message from each owner, by the owner's index; an owner is the rank that has orthogonalised
-        the matrix.  Masters without a gradient are not stepped.
+        Args:
+            held: the parts of the unit's matrices that this rank holds.  If they have no gradient, nothing is done.
+            options: Muon's options, such as ``lr``.
+            updates: the message of each owner, by the owner's index.  An owner is a rank that has orthogonalised
+                matrices; its message has the updates for this rank's parts of these matrices.
         """
         if held.master.grad is None:
             return

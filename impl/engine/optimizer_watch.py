@@ -1,5 +1,6 @@
 """Watches all torch optimizers of this process, so that engines learn when their masters are stepped.
 
+An engine's masters are its rank's fp32 shards of the parameters; an optimizer steps the masters, not the parameters.
 The version counters of tensors do not show a step, because fused AdamW does not increment them.  Therefore hooks run
 before and after every optimizer's step.  The hooks find the engines whose masters the optimizer holds, and report the
 step to these engines.  They refuse an optimizer that is not elementwise: one that does not step each element of a
@@ -52,7 +53,7 @@ _lock = threading.RLock()
 
 
 def watch_optimizers(engine: Any) -> None:
-    """From now on, report to ``engine`` each step of an optimizer that holds the engine's masters."""
+    """Register ``engine``, so that each step of an optimizer that holds the engine's masters is reported to it."""
     with _lock:
         _engines[current()][next(_numbers)] = engine
         _watch()
@@ -81,7 +82,7 @@ def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
         if not isinstance(optimizer, Optimizer):
             raise ZeroError(
                 f"got a {type(optimizer).__name__} in place of an optimizer, and its tensors are not known: pass a "
-                "torch.optim.Optimizer, such as the optimizer that it wraps"
+                "torch.optim.Optimizer; if this object wraps an optimizer, pass the wrapped optimizer"
             )
     held = {id(tensor) for o in optimizers for group in o.param_groups for tensor in group["params"]}
     return [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
@@ -91,7 +92,7 @@ def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 class _Guard(NamedTuple):
-    """A function of torch, and the guard that has replaced it as attribute ``name`` of ``owner``."""
+    """One change to torch: the attribute ``name`` of ``owner`` was ``replaced``, and is ``guard`` now."""
 
     owner: Any
     name: str
@@ -149,9 +150,10 @@ def _release() -> None:
 
 
 def _stepping() -> bool:
-    """Return whether any thread is inside an optimizer's step, where torch iterates over the hooks.
+    """Return whether any thread is inside an optimizer's step.
 
-    A garbage collection during the step may end an engine.  If hooks were removed then, torch's iteration would fail.
+    During a step, torch iterates over the hooks, and would fail if a hook were removed.  The removal could otherwise
+    happen then, because a garbage collection during the step may delete the last engine.
     """
     for frame in sys._current_frames().values():  # noqa: SLF001  # documented in spite of its name
         inner: FrameType | None = frame
@@ -189,8 +191,8 @@ def _guard_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
             _release()
         elif _held(optimizer)[1]:
             raise ZeroError(
-                "GradScaler got an optimizer of masters, which are this rank's shards: after an overflow, ranks "
-                "would skip different steps; use the policy's loss_scale and zero.step()"
+                "GradScaler got an optimizer of masters, which are this rank's shards: it sees the overflows of this "
+                "rank only, so ranks would skip different steps; use the policy's loss_scale and zero.step()"
             )
         return unscale(scaler, optimizer, *args, **kwargs)
 

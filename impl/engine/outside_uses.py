@@ -70,15 +70,15 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of ho
 
 
 def weights_in(units: Sequence[Unit]) -> Special:
-    """Return a function that decides what autograd keeps in place of a saved tensor that may be a view of weights.
+    """Return a function that decides what autograd keeps when it saves a tensor that may be a view of weights.
 
-    The function is called with the tensor, and with the index of the unit whose weights were last gathered at the
-    tensor's address.  What autograd then keeps depends on the tensor:
+    The function's arguments are the tensor, and the index of the unit whose weights were last gathered at the tensor's
+    address.  Its result depends on the tensor:
 
-    - a view of gathered weights: no memory, only the unit, the version of its weights, and the view's shape, strides
-      and offset;
-    - a view of gathered weights in another type, or one that is conjugated or negated when it is read: a copy;
-    - a tensor that is no view of gathered weights: the function returns None, and the tensor is saved like any other.
+    - A view of weights that are gathered now: autograd keeps no memory, but only the unit, the version of its weights,
+      and the view's shape, strides and offset.  Backward gathers the weights again if necessary.
+    - Such a view in another type, or one that torch conjugates or negates when it is read: autograd keeps a copy.
+    - Any other tensor: the function returns None, and autograd saves the tensor as usual.
     """
 
     def pack(tensor: Tensor, index: int) -> Packed | None:
@@ -115,8 +115,8 @@ def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
 def _as_it_was(tensor: Tensor, version: int) -> Tensor:
     """Return the saved ``tensor``; raise a ZeroError if it was changed in place after autograd saved it.
 
-    ``version`` is torch's version counter of the tensor at the time when autograd saved it.  Torch itself makes this
-    check only for tensors that pass no saved-tensor hooks.
+    ``version`` is torch's version counter of the tensor at the time when autograd saved it.  The check is made here,
+    because torch itself makes it only if no saved-tensor hooks are installed.
     """
     if tensor._version != version:  # noqa: SLF001
         raise ZeroError(
@@ -158,13 +158,15 @@ def _module(hook: Callable[..., Any]) -> str | None:
 class SavedTensors:
     """The engine's saved-tensor hooks; see [Note: saved tensors].
 
-    Each call of a hooked module appends ``NOTHING`` to ``calls``, may call :meth:`take_over`, and ends with
-    :meth:`leave`.
+    When the call of a module begins, a hook on the module appends ``NOTHING`` to ``calls``.  The hook may then call
+    :meth:`take_over`, which installs the saved-tensor hooks.  When the module's call ends, a second hook calls
+    :meth:`leave`.  A GatheredParameters context has an object of this class too, and does the same on entering and on
+    leaving.
 
     Args:
-        special: a function that is called with each saved tensor whose memory has an address in ``places``, and with
-            the value of ``places`` for this address.  It returns what autograd keeps in place of the tensor, or None to
-            save the tensor like any other.
+        special: a function that decides what autograd keeps in place of a saved tensor.  It returns None to save the
+            tensor as usual.  It is called only if the address of the tensor's memory is in ``places``, with the tensor
+            and the value that ``places`` has for the address.
         places: maps addresses of memory to values for ``special``, such as the index of the unit whose weights lie
             there.
     """
@@ -184,11 +186,13 @@ class SavedTensors:
         return bool(self.calls)
 
     def take_over(self, *, needed: bool = True) -> None:
-        """Put the engine's hooks on top of torch's stack of saved-tensor hooks, until the innermost call ends.
+        """Put the engine's hooks on top of torch's stack of saved-tensor hooks, until the innermost module call ends.
 
-        The method does nothing if saved tensors reach the engine's hooks already.  It does nothing either in a region
-        of ``torch.utils.checkpoint``.  The hooks of such a region keep no tensors, but count all saved tensors, weights
-        included, to find them again when the region is recomputed.
+        Nothing is done in two cases:
+
+        - Saved tensors reach the engine's hooks already.
+        - The call is in a region of ``torch.utils.checkpoint``.  The region's own hooks must see all saved tensors,
+          weights included: they number the tensors of the forward pass, to find them again in the recomputation.
 
         Args:
             needed: whether disabled saved-tensor hooks are an error.  If False, nothing is done if they are disabled.
@@ -212,10 +216,13 @@ class SavedTensors:
         self.calls[-1], self._users = self._users, top
 
     def _hears(self, top: _Hooks | None) -> bool:
-        """Return whether saved tensors reach this engine's hooks if ``top`` are the hooks on top of torch's stack.
+        """Return whether the tensors that autograd saves reach this engine's hooks.
 
-        They do if ``top`` are this engine's hooks.  They also do if ``top`` are the hooks of another engine, and only
-        hooks of other engines lie between ``top`` and this engine's hooks, since engines pass tensors on.
+        ``top`` are the hooks on top of torch's stack, the only hooks that torch calls; None if the stack is empty.  The
+        result is True in two cases:
+
+        - ``top`` are this engine's hooks.
+        - ``top`` and all hooks between ``top`` and this engine's are hooks of other engines, which pass tensors on.
         """
         while top is not None:
             owner = getattr(top[0], "__self__", None)
@@ -239,10 +246,11 @@ class SavedTensors:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Replace saved tensors by copies if their memory begins at one of the addresses ``memories``.
+        """Replace saved tensors by copies, before their memory is overwritten.
 
-        Only saved tensors that need no gradient are replaced.  Call this before the memory is overwritten, for example
-        with a buffer's new values: autograd's graphs then keep the values that their forward passes used.
+        A saved tensor is replaced if it needs no gradient, and if its memory begins at one of the addresses
+        ``memories``.  Call this, for example, before a buffer gets new values.  Autograd's graphs then keep the values
+        that their forward passes used.
         """
         copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -266,7 +274,10 @@ class SavedTensors:
                 constant.packed = unpack, copy, copy._version  # noqa: SLF001
 
     def _pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of ``tensor``; autograd calls this for each tensor that it saves."""
+        """Return what autograd keeps in place of ``tensor``: a function that restores it, and the function's arguments.
+
+        Autograd calls this method for each tensor that it saves.
+        """
         if type(tensor) is Placeholder:  # an autograd.Function saved its argument without computing with it
             tensor = values_of(tensor)
         place = self._places.get(memory_of(tensor))
@@ -285,9 +296,9 @@ class SavedTensors:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory in which ``tensor`` lies; views of one tensor have the same address.
+    """Return the address of the storage in which ``tensor`` lies.  All views of one tensor have the same address.
 
-    Returns 0 for a sparse tensor, and for a wrapper class that has no memory itself.
+    Returns 0 for a tensor without such memory: a sparse tensor, a tensor on the meta device, or one of a wrapper class.
     """
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0

@@ -23,9 +23,10 @@ EXTRA: Final = "_extra_state"  # the last part of the name under which torch sav
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Map each name that a sharded parameter has in the model's state dict to the name that it has in its unit.
+    """Return a dict from the name of a parameter in the model's state dict to its name in its unit.
 
-    A tied parameter has several names in the state dict, each with an entry in the result, and one name in its unit.
+    A unit is a group of parameters that are gathered together.  The dict has all sharded parameters.  A tied parameter
+    has one name in its unit, but several in the state dict; the dict has an entry for each of them.
     """
     names = {
         id(visible): slot.spec.name
@@ -114,8 +115,8 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
         raise ZeroError(
-            f"state {name!r} is {kind}, expected {wanted}: convert it to {wanted} before loading; as it is, loading "
-            "would change values, or read quantised codes without their scales"
+            f"state {name!r} is {kind}, expected {wanted}: convert it to {wanted} before loading, and dequantise it if "
+            "it has quantised codes; loading it as it is would change values, or take codes for values"
         )
 
 
@@ -173,8 +174,8 @@ def full_state_dict(
 def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
     """Gather the parameters of ``unit``, cast them with ``narrowing``, and return a copy of each on ``device``.
 
-    The keys of the result are the :func:`id` of the parameters that modules hold now.  The gathered values are freed on
-    return.  If ``device`` is None, the result is empty.
+    The result maps the :func:`id` of each parameter object that a module holds now to the copy of the parameter.  If
+    ``device`` is None, the result is empty.  The gathered values themselves are freed on return.
 
     All ranks must call this.  Ranks with ``device=None`` cast too, so that every rank's ``narrowing`` counts the values
     that overflow, and all ranks raise the same error.
@@ -190,7 +191,7 @@ def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> d
 
 
 def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> None:
-    """Replace the parameters in ``state``, which ``model.state_dict()`` has collected, by their whole values.
+    """Replace each sharded parameter in ``state``, the result of ``model.state_dict()``, by its whole values.
 
     The values are fp32, in host memory.  Entries keep their order.  Parameters in an open GatheredParameters context
     have their values already and are left alone.  Nothing is replaced if the state dict was collected with
@@ -239,12 +240,14 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
 def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> set[str]:
     """Load the entries of ``state`` that belong to the model, and remove them from ``state``.
 
-    ``state`` may lack some of the model's entries, and may have other entries.  ``model`` may be a submodule of the
-    module whose state dict it is; ``prefix`` is then the model's path in that module, with a dot at its end.
+    ``state`` may lack some of the model's entries, and may have other entries.  It is the state dict of ``model``, or
+    of a larger module that has ``model`` as a submodule.  ``prefix`` is the path of ``model`` in the larger module,
+    with a dot at its end, or empty.
 
     Returns:
         The names of the loaded entries, each with ``prefix`` before it.  For a tied parameter all its names are
-        returned, even if ``state`` has only one of them.  An entry that is the model's own tensor counts as loaded.
+        returned, even if ``state`` has only one of them.  If the value of an entry is the model's own parameter or
+        buffer, nothing is written, and the entry counts as loaded.
 
     Raises:
         ZeroError: before anything is changed, if a value does not fit its parameter or buffer.
@@ -264,8 +267,8 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``state`` that has the value of each tied parameter or buffer under all of its names.
 
-    ``state`` may have such a value under only one of the names.  ``held`` is the state dict of the model.  Names whose
-    entries in ``held`` are one object are tied.
+    ``held`` is the state dict of the model.  Two names are tied if they have the same object in ``held``.  In
+    ``state``, the value of a tied parameter may be under only one of its names.
     """
     tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
     name_of = {id(tensor): name for name, tensor in tensors.items() if name in state}

@@ -26,7 +26,7 @@ GroupOf = Callable[[str, nn.Parameter], int]
 
 
 class Draft(NamedTuple):
-    """A unit whose place in memory is not computed yet: a module, and the parameters that are gathered for the module.
+    """A unit before its memory layout is computed: a module, and the parameters that are gathered for this module.
 
     The parameters are in the order in which they will lie in memory.
     """
@@ -42,16 +42,17 @@ class Draft(NamedTuple):
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
     """Return the blocks of a model, in model order.
 
-    The blocks are those elements of the outermost ``ModuleList`` and ``Sequential`` that have parameters.  An element
-    that is itself a ``ModuleList`` or ``ModuleDict`` cannot be called, so the blocks inside it are returned instead.
+    The blocks are the modules in the outermost ``ModuleList`` and ``Sequential`` containers, if they have parameters.
+    A ``ModuleList`` or ``ModuleDict`` in such a container is never called itself, so the blocks inside it are returned
+    in its place.
 
     Args:
         model: the model.
-        most: the largest number of elements in a block; 0 for no limit.  A larger block is replaced by its children,
-            and a larger child by its own children, until each has at most ``most`` elements or cannot be divided.  An
-            ``nn.MultiheadAttention`` is not divided.  If the parameters outside of all blocks have more than ``most``
-            elements in total, further blocks are made of the modules that hold these parameters: the largest modules
-            that contain no block.  They are divided in the same way.
+        most: the largest number of parameter elements in a block; 0 for no limit.  A larger block is replaced by its
+            children, and a larger child by its own children, until each has at most ``most`` elements or cannot be
+            divided.  An ``nn.MultiheadAttention`` is not divided.  If the parameters outside of all blocks have more
+            than ``most`` elements in total, further blocks are made for them: the largest modules that contain no
+            block.  They are divided in the same way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -63,10 +64,10 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks inside ``module``: the elements of its outermost ``ModuleList`` and ``Sequential``.
+    """Yield the blocks inside ``module``: the modules in its outermost ``ModuleList`` and ``Sequential`` containers.
 
-    Only elements that have parameters are blocks.  In place of an element that is a ``ModuleList`` or ``ModuleDict``,
-    the blocks inside this element are yielded.
+    Modules without parameters are left out.  If a container has a ``ModuleList`` or ``ModuleDict`` in it, the blocks
+    inside this inner list or dict are yielded in its place.
     """
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
@@ -81,7 +82,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the given ``blocks``, and the largest modules inside ``module`` that contain no block, in model order."""
+    """Yield, in model order, the given ``blocks``, and modules that hold parameters outside of these blocks.
+
+    The latter are the largest modules inside ``module`` that have parameters and contain no block.
+    """
     for child in _called(module):
         if child in blocks or blocks.isdisjoint(child.modules()):
             yield child
@@ -90,9 +94,10 @@ def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterato
 
 
 def _cut(module: nn.Module, most: int) -> list[nn.Module]:
-    """Return a list with ``module`` itself, or with its parts if it has more than ``most`` elements.
+    """Return a list with ``module`` itself, or with its parts if its parameters have more than ``most`` elements.
 
-    The parts are the module's children; a child with more than ``most`` elements is divided in the same way.
+    The parts are the module's children that have parameters.  A child with more than ``most`` elements is divided in
+    the same way.  A module without such children is not divided, and neither is an ``nn.MultiheadAttention``.
     """
     # MultiheadAttention uses the weight of its output projection without calling this module, so it stays whole.
     parts = [] if isinstance(module, nn.MultiheadAttention) else list(_called(module))
@@ -102,10 +107,10 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of ``module`` that have parameters.
+    """Yield the children of ``module`` that have parameters and can be called.
 
-    In place of a ModuleList or ModuleDict, its elements are yielded: such a container is never called, so there is no
-    forward pass before which it could be gathered.
+    A ``ModuleList`` or ``ModuleDict`` is never called itself, so no hook before its forward pass could gather its
+    parameters.  The modules in it are yielded in its place.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -134,8 +139,8 @@ def drafts_of(
     - All other parameters belong to the root's unit: those outside of all blocks, and those that a block shares with
       another block or with a module outside of all blocks.
     - A parameter with fewer elements than the policy's ``persist_below`` is persistent: it belongs to a unit that stays
-      gathered between uses, and not to the unit of its block or of the root.  All persistent parameters together have
-      at most ``persist_most`` elements; in model order, a parameter that would exceed this number is not persistent.
+      gathered between uses, and not to the unit of its block or of the root.  Parameters are considered in model order.
+      If a parameter would bring all persistent parameters to more than ``persist_most`` elements, it is not persistent.
     - Trained and frozen parameters are in separate units.  A block with both has two units, and so have the root and
       the persistent parameters.
 

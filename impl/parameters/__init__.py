@@ -1,1 +1,1 @@
-"""Access to parameters outside of passes: construct them in shards, gather them, read and write them by name."""
+"""Constructs parameters in shards, and gathers, reads and writes parameters outside of forward and backward passes."""

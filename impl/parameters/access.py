@@ -5,9 +5,9 @@
     Weights(zero, "head.weight").full()          # (shape) gathered from all ranks
     Weights(zero, model.head.weight).local()     # (n,) the elements in this rank's shard
 
-The parameter is given as its module holds it, or by its name in the unsharded model.  *Full* values have the
-parameter's shape.  All ranks must call the methods that return or set full values, and must set equal values.  *Local*
-values are the elements of the parameter in this rank's shard, 1-D and in order; there may be none.
+The second argument is the parameter: the object that its module holds, or its name in the unsharded model.  *Full*
+values have the parameter's shape.  All ranks must call the methods that return or set full values, and must set equal
+values.  *Local* values are the elements of the parameter in this rank's shard, 1-D and in order; there may be none.
 
 Values are returned as copies.  Full values are fp32, on the engine's device.  Local values are on the device that
 holds this rank's shard; they are fp32, except for optimizer state, which keeps its type.
@@ -113,8 +113,8 @@ class _Values(ABC):
         """Return ``value`` in fp32, on the engine's device.
 
         Raises:
-            ZeroError: unless the value is real, is not on the meta device, and has the right shape.  The right shape is
-                () for a state that is a single number, and ``shape`` otherwise.
+            ZeroError: if the value is complex, is on the meta device, or does not have ``shape``.  For an optimizer's
+                state that is a single number, the value must have shape () instead.
         """
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:
@@ -143,10 +143,10 @@ class Weights(_Values):
 
 
 class Gradient(_Values):
-    """A parameter's mean gradient for the next optimizer step.
+    """A parameter's gradient for the next optimizer step: the mean over ranks, summed over micro-batches.
 
-    Raises a ZeroError for a frozen parameter, after a backward pass that failed, and while gradients that were added up
-    locally are not reduced yet.
+    Raises a ZeroError in each of these cases: the parameter is frozen; the last backward pass failed; this rank has
+    added up gradients locally (``zero.accumulating()``), and they are not reduced yet.
     """
 
     def __init__(self, zero: Zero, which: Which) -> None:

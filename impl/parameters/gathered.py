@@ -36,10 +36,11 @@ _REASON_BYTES: Final = 1024  # size of the message with a reason; a longer reaso
 
 
 class GatheredParameters:
-    """Context in which sharded parameters have their whole values, in their type, in all modules that hold them.
+    """Context in which sharded parameters have their whole values, in their own type, in all modules that hold them.
 
     All ranks must enter it.  Afterwards, all ranks have the values that rank ``modifier_rank`` wrote; writes of
-    other ranks are discarded.  Elements that were not changed keep their fp32 masters bit for bit.
+    other ranks are discarded.  An element that was not changed keeps its fp32 value bit for bit, even if the parameter
+    itself is in bf16 or fp16.
 
     The context can be used on sharded models outside of passes, on models made under
     :class:`~impl.parameters.init.Init` before they are sharded, and inside ``Init``.  Outside of ``Init``, it does
@@ -66,15 +67,15 @@ class GatheredParameters:
 
             * a forward or backward pass is running;
             * another GatheredParameters context has one of the parameters;
-            * a parameter is an old object that was replaced when the model was sharded;
+            * a parameter object is from before ``shard()``, which has put another object in its place;
             * ``modifier_rank`` is no rank.
 
             On leaving, on all ranks, in each of these cases; the old values are then restored:
 
             * values were changed, and ``modifier_rank`` is None;
             * the ranks have given different lists of parameters, or different ``modifier_rank``;
-            * on any rank, a parameter has data of another shape, type or device, or data without memory;
-            * on any rank, a module of a sharded model holds another object, or none, in place of the parameter.
+            * on any rank, a parameter was given data of another shape, type or device, or its memory was freed;
+            * on any rank, a parameter of a sharded model was removed from its module, or replaced by another object.
     """
 
     def __init__(
@@ -175,7 +176,11 @@ class _Place(abc.ABC):
         """Gather the values, and put them into the modules that hold the parameter; all ranks must call it."""
 
     def reason(self) -> str:
-        """Return an error message if the values that ``shown`` has now cannot be taken over; empty if they can."""
+        """Return why the values that the user has left in the parameter cannot be written back; empty if they can.
+
+        They cannot if the parameter was given another shape, type or device, or if its memory was freed.  A parameter
+        of a sharded model must also still be in its module.
+        """
         data, memory = self.shown, self._memory
         if data.shape != memory.shape:
             shapes = f"{tuple(data.shape)} in place of {tuple(memory.shape)}"
@@ -199,10 +204,10 @@ class _Place(abc.ABC):
         """
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd saves in place of ``tensor``, which is a view of the parameter's whole values.
+        """Return what autograd keeps in place of ``tensor``: a function that returns it, and the function's arguments.
 
-        A backward pass that needs the tensor raises an error if the context has been left by then, or if the values
-        have been changed.
+        ``tensor`` is a view of the parameter's whole values.  If a backward pass needs it, the function raises an error
+        if the context has been left by then, or if the values have been changed.
         """
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
@@ -220,7 +225,7 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def before(self) -> Tensor:
-        """Return the values (n,) fp32, from before the context, of the elements in this rank's shard."""
+        """Return the values (n,) fp32 that the parameter's elements in this rank's shard had before the context."""
 
     @torch.no_grad()
     def received(self, source: int) -> Tensor:
@@ -289,7 +294,10 @@ class _Sharded(_Place):
 
 
 class _BeforeSharding(_Place):
-    """A parameter of a model that is not sharded yet: Init has cut the parameter, or it is whole on each rank."""
+    """A parameter of a model that is not sharded yet: each rank has the whole parameter, or only a slice of it.
+
+    A rank has a slice if :class:`~impl.parameters.init.Init` has cut the parameter.
+    """
 
     _resize = "replace the parameter in its module instead of its data, before shard()"
 
@@ -432,7 +440,7 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
 
 
 def _reason_of(rank: int, reason: str, wire: Wire) -> str:
-    """Return the error message of rank ``rank`` on all ranks; all ranks must call this.
+    """Exchange error messages between ranks, and return the message of rank ``rank``; all ranks must call this.
 
     ``reason`` is the calling rank's own error message, or empty.  Messages are cut to :data:`_REASON_BYTES` bytes.
     """

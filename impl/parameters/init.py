@@ -42,16 +42,17 @@ class Init:
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
-        mesh: the ranks, as :meth:`Mesh.of` reads them; by default all ranks.  All of these ranks must draw the same
-            random numbers (see ``seed``).
-        data_parallel_group: a process group or torch's ``DeviceMesh`` in place of ``mesh``, as DeepSpeed's ``Init``
-            calls it.  Pass this group, or ``init.mesh``, to ``shard()`` as ``mesh=``.
+        mesh: the ranks, in a form that :meth:`Mesh.of` accepts; by default all ranks.  All of these ranks must draw the
+            same random numbers (see ``seed``).
+        data_parallel_group: the ranks as a process group or as torch's ``DeviceMesh``, in place of ``mesh``; the
+            argument has the same name in DeepSpeed's ``Init``.  Pass this group, or ``init.mesh``, to ``shard()`` as
+            ``mesh=``.
         policy: the policy that the model will be sharded with.  If ``shard()`` gets another policy, it may have to send
             values between ranks to make other slices.
         blocks: the classes of the model's blocks, or a function that is called with a class and returns whether its
             modules are blocks.  The parameters of a block are cut when the block's constructor returns.  Other
             parameters are cut when the constructor of their own module returns.
-        wire: the wire that sends messages; a new one by default.
+        wire: the object through which ranks send messages; by default a new one.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
             ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.
         enabled: False makes the context do nothing.
@@ -206,13 +207,13 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Free the values of gathered cuts, except this rank's slices of them.
+        """Free the whole values of all cuts that are gathered now, and keep only this rank's slices of the values.
 
         A cut is a group of parameters of which each rank holds a slice.  A cut stays gathered in three cases:
 
-        - it is in ``kept``;
-        - one of its parameters is in an open GatheredParameters context;
-        - ``viewed`` is False, and views of its values still exist.
+        - The cut is in ``kept``.
+        - One of its parameters is in an open GatheredParameters context.
+        - Views of its values still exist, and ``viewed`` is False.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
@@ -343,7 +344,7 @@ def _initialise(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor's memory as uint8; writes to the view do not change the tensor's version."""
+    """Return a uint8 view of the tensor's memory; writes to the view do not increment the tensor's version counter."""
     return tensor.detach().data.reshape(-1).view(torch.uint8)
 
 
@@ -363,7 +364,10 @@ def active() -> Init | None:
 
 @contextlib.contextmanager
 def _watching() -> Iterator[None]:
-    """Context in which the constructors of all module classes, also of new ones, call :meth:`Init.constructing`."""
+    """Context in which the constructor of every module class calls :meth:`Init.constructing`.
+
+    This includes classes that are defined while the context is open.
+    """
     with _lock:
         if not _inside:
             # Classes that are yet to be defined come first: another thread may define one while the existing classes

@@ -42,8 +42,9 @@ def check_same_start(
         policy: the policy of this rank.
         parameters: the model's parameters by name.  Parameters without values, or with only this rank's slice of the
             values, are ignored.
-        drawn: for each parameter of which this rank has only a slice, by name, a hash of the whole values.
-        buffers: the shape and type of each buffer, by name, as text.  Values of buffers are not compared.
+        drawn: the parameters of which this rank has only a slice: by name, a hash of the whole values from which the
+            slice was cut.
+        buffers: by name, the shape and type of each buffer as text.  Values of buffers are not compared.
     """
     mesh, rank = wire.mesh, wire.mesh.rank
     store = mesh.store()

@@ -33,14 +33,14 @@ _LARGE: Final = 2**61 - 1  # the modulus of the hash of values
 
 
 class Cut:
-    """Holds this rank's slice of a group of parameters, of which all are trainable or all are frozen.
+    """Holds this rank's slice of a group of parameters; either all of them are trainable, or all are frozen.
 
     Args:
         name: the name of the cut, for error messages.
         parameters: the parameters by name.
         policy: the policy that the model will be sharded with.
         mesh: the ranks.
-        wire: a function that returns the wire; it is called when values are gathered.
+        wire: a function that is called when values are gathered, and returns the object that sends the messages.
         on_use: a function that is called when an operation uses a parameter of this cut.  Its arguments are this cut,
             a list of all cuts that the operation uses, and the parameter's name.  It gathers the values, or raises an
             error.
@@ -156,8 +156,8 @@ class Cut:
 class _InCut:
     """Gathers a cut parameter when an operation uses it.
 
-    A cut parameter is a placeholder without values.  It refers to a :class:`~impl.unit.placeholder.Keeper`, here an
-    object of this class, which operations ask for the values.
+    A cut parameter is a placeholder without values.  An operation that gets it as an argument calls :meth:`use` of the
+    placeholder's :class:`~impl.unit.placeholder.Keeper`, which is an object of this class.
     """
 
     def __init__(self, cut: Cut, name: str) -> None:
@@ -166,7 +166,8 @@ class _InCut:
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Gather the values of ``parameter`` for an operation, and return the parameter.
 
-        ``together`` are all placeholders that the operation uses.  Raises a ZeroError if the use is not allowed.
+        ``together`` are all placeholders that the operation uses.  Raises a ZeroError if the operation runs outside of
+        the Init that has cut the parameter.
         """
         if not self.cut.whole:  # the cut is whole if another parameter of this operation was used before
             self.cut.on_use(self.cut, [*filter(None, map(cut_of, together))], self.name)

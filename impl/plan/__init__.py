@@ -1,1 +1,4 @@
-"""Compiles a policy into hops and schedules, and predicts bytes, memory and step time, without torch."""
+"""Computes from a policy which messages ranks send and when, and predicts bytes, memory and step time.
+
+Pure: no torch.
+"""

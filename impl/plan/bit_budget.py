@@ -70,8 +70,9 @@ def bits_for(nbytes: int, elements: float) -> float:
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     """Chooses a codec for each of ``parts``, and returns the names of the chosen codecs.
 
-    A part is the messages of one unit.  In the chosen codecs, all parts together have at most ``budget`` bytes.
-    ``parts[part][name]`` is the cost of the part in the codec with this name.  All parts have the same codecs.
+    A part is all messages of one unit.  ``parts[part][name]`` is the cost of sending it in the codec called ``name``.
+    All parts have the same codecs to choose from.  In the chosen codecs, all parts together have at most ``budget``
+    bytes.
 
     Raises BudgetError: if the parts have more than ``budget`` bytes even in their smallest codecs.
     """
@@ -173,9 +174,10 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
-    """Returns an upper bound of the bytes that a rank sends over each kind of link, whatever codecs a budget chooses.
+    """Returns, for each kind of link, an upper bound of the bytes that a rank sends with any choice of codecs.
 
-    ``sent`` has, for each entry of the ledger, the bytes that the rank sends if every unit keeps the policy's codecs.
+    ``sent`` has the bytes that the rank sends if every unit keeps the policy's codecs, separately for each phase,
+    purpose, unit, axis and kind of link.
     """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):

@@ -32,12 +32,13 @@ def taken_at_start(
 
     These are, as in :meth:`impl.unit.weight_gather.WeightGather.start`:
 
-    - all units, if a GPU's stream waits for messages;
+    - all units, if a GPU's stream waits for messages (``streams``);
     - units whose gather only casts the rank's own weights;
     - units whose messages arrive in the memory of the weights.
 
-    Other units take the memory when their messages are decoded, and so does a unit that a user's class gathers.  If a
-    budget chooses codecs, one such codec is enough.
+    All other units take the memory later, when their messages are decoded.  A unit that a user's class gathers always
+    takes it later.  If a budget may choose between several codecs for a unit, the result has the unit if at least one
+    of the codecs makes it take its memory at the start.
 
     Args:
         policy: the policy of the model, without a schedule.
@@ -104,7 +105,10 @@ class _Held:
         ] = {}  # by unit: True if it is gathered, False while its all-gather is under way
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
-        """Start the all-gathers of ``unit`` and of the units ``ahead`` that fit, and wait for that of ``unit``."""
+        """Start the all-gather of ``unit`` and those of the units ``ahead``, and wait for the all-gather of ``unit``.
+
+        A unit of ``ahead`` is skipped if it is gathered already, or if too many all-gathers are under way.
+        """
         if unit not in self._ready:
             self._start(unit)
         under_way = sum(not ready for ready in self._ready.values())

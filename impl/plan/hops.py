@@ -112,24 +112,27 @@ class Hop:
 
     @property
     def numel(self) -> int:
-        """Number of elements of a shard or piece."""
+        """Number of elements of one shard; in a reduction, of one piece of a shard."""
         return self.chunks[-1][1]
 
     @property
     def elements(self) -> int:
-        """Number of elements that are encoded in the message to each other rank, all chunks together."""
+        """Number of elements that a rank sends to each other rank: those of all ``frames`` shards or pieces."""
         return self.frames * self.numel
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk of a shard or piece, the bytes of the encoded chunk; with two planes, of both encodings."""
+        """Encoded bytes of one shard or piece, separately for each chunk in which it is sent.
+
+        If it is encoded twice, with the codec's blocks along rows and along columns, both encodings are counted.
+        """
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes of the message that a rank sends to each other rank.
+        """Bytes of the message that a rank sends to each other rank, separately for each chunk.
 
-        The message has this chunk of each of ``frames`` shards or pieces.
+        The message for a chunk has this chunk of all ``frames`` shards or pieces.
         """
         return tuple(self.frames * nbytes for nbytes in self.frame_bytes)
 
@@ -139,9 +142,9 @@ class Hop:
         return sum(self.sizes)
 
     def sends_elements(self, dtype: str | None) -> bool:
-        """Returns whether a message has only the elements of its shards, in the type ``dtype``, such as ``bf16``.
+        """Returns whether messages consist of plain elements of the type ``dtype``, such as ``bf16``.
 
-        If so, the message has no scales and no padding, and elements of this type need no encoding.
+        Such messages have no scales and no padding, and elements that have this type already need no encoding.
         """
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
@@ -151,9 +154,10 @@ class Hop:
 def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "weights") -> tuple[Hop, ...]:
     """Returns the hops of the all-gather of one unit's weights, of which each rank holds ``shard`` elements.
 
-    With hpZ, the gather has two parts.  The hops of the first part bring each rank its part of hpZ's copy of the
-    weights.  The hops of the second part complete the weights inside the group of ranks that share the copy.  A gather
-    that sends ``copy`` has only the second part.  Without hpZ, the gather has one part.
+    With hpZ, small groups of ranks (such as the ranks of a node) share a copy of all weights, and the gather has two
+    parts.  The hops of the first part bring each rank its part of the copy from other groups.  The hops of the second
+    part bring the rank the other parts from its own group.  With ``sends='copy'``, the gather has only the second part.
+    Without hpZ, the gather has one part.
 
     An axis of one rank gives no hop, since a rank need not send itself a message.  There is one exception: if all axes
     of a part have one rank, the part is a single hop, in which the rank copies its message to itself.
@@ -205,20 +209,18 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
 
 
 def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
-    """Returns (planes of the hops that bring hpZ's copy, planes of the hops between ranks that share the copy).
+    """Returns in which planes a gather sends the weights: (planes of its first part, planes of its second part).
 
-    A plane is one encoding of each weight matrix: with the codec's blocks along rows, or along columns.  Without hpZ,
-    no hop brings a copy, and the second entry is for all hops.
+    A plane of a weight matrix is the matrix quantised in blocks along its rows (``rows``), or along its columns
+    (``columns``).  The first part of a gather consists of the hops that bring hpZ's copy, and the second part of the
+    hops between ranks that share the copy.  Without hpZ, all hops belong to the second part.
 
-    With ``planes=1`` all hops bring rows, and with ``planes=2`` rows and columns.  With ``planes='phase'`` and hpZ, the
-    copy keeps only columns.  The planes then follow from ``sends``:
-
-    - ``weights``: the hops that bring the copy bring columns for the copy, and rows for the forward pass.  The other
-      hops bring rows.
-    - ``rows``: all hops bring rows.
-    - ``columns`` and ``copy``: all hops bring columns.
-
-    With ``planes='phase'`` and no hpZ, all hops bring columns if ``sends`` is ``columns``, and otherwise rows.
+    - With ``planes=1``, both parts send rows.
+    - With ``planes=2``, both parts send rows and columns.
+    - With ``planes='phase'`` and no hpZ, all hops send columns if ``sends`` is ``columns``, and otherwise rows.
+    - With ``planes='phase'`` and hpZ, the copy keeps columns, for backward.  If ``sends`` is ``columns`` or ``copy``,
+      both parts send columns.  If it is ``rows``, both send rows.  If it is ``weights``, the first part sends both
+      planes, columns for the copy and rows for the forward pass, and the second part sends rows.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2
@@ -229,16 +231,23 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather sends in ``phase``, which is ``forward``, ``backward`` or ``evaluate``.
+    """Returns what a gather sends in a pass of this ``phase``: ``forward``, ``backward`` or ``evaluate``.
 
-    ``sends`` is what the gather would send with the same weights in every phase.  If the policy's ``planes`` is 1 or 2,
-    the result is ``sends``.  With ``planes='phase'``, forward passes compute with weights quantised in blocks along
-    rows, and backward passes with weights quantised in blocks along columns.  The result is then:
+    ``sends`` is what the gather would send if all passes computed with the same quantised weights.  With ``planes`` 1
+    or 2 they do, and the result is ``sends``.  With ``planes='phase'``, forward passes and evaluations compute with
+    weights quantised in blocks along rows, and backward passes with weights quantised in blocks along columns.  The
+    result is then:
 
-    - in ``forward``, ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, a gather of ``weights``
-      brings rows and columns, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, it brings rows;
-    - in ``backward``, ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``;
-    - in ``evaluate``, ``rows``.
+    ========  ================  ===================
+    phase     ``sends='copy'``  any other ``sends``
+    ========  ================  ===================
+    forward   rows              weights
+    backward  copy              columns
+    evaluate  rows              rows
+    ========  ================  ===================
+
+    With hpZ, a gather of ``weights`` brings rows and columns, and hpZ's copy keeps the columns for the backward pass.
+    Without hpZ, it brings rows.
     """
     if policy.planes != "phase":
         return sends
@@ -337,9 +346,18 @@ def _reduction(
 ) -> tuple[Hop, ...]:
     """Returns the hops that compute a mean over ``ranks`` ranks and bring each rank the mean of its shard.
 
-    The first hops add up, one for each (axis, codec) in ``sums``.  With ``outer``, they average how far the masters of
-    one shard have moved.  Otherwise they average the gradients of a whole unit.  Each rank then has the mean of
-    ``piece`` elements of its shard.  The hops that follow gather the other pieces of the shard from other ranks.
+    The first hops add up, after which each rank has the mean of one piece of its shard.  The last hops, if any, gather
+    the other pieces of the shard from other ranks.
+
+    Args:
+        policy: the policy for this unit.
+        topology: nodes and ranks.
+        piece: the number of elements of a piece.
+        grain: chunks, the parts of a piece that are sent separately, start on multiples of this number of elements.
+        sums: (axis, codec) of each hop that adds up.
+        ranks: the number of ranks over which the mean is taken.
+        outer: False to average the gradients of a whole unit.  True to average, for one shard, how far the masters
+            have moved (an outer step).
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
@@ -378,14 +396,14 @@ def _reduction(
 
 
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """Returns the order in which a reduction of ``hops`` hops in ``chunks`` chunks posts its messages.
+    """Returns the order in which a reduction of ``hops`` hops posts its messages, if it is sent in ``chunks`` chunks.
 
-    The result has one list of (hop, chunk), both counted from 0, for each moment at which messages are posted.  The
-    first moment is the start of the reduction, and each later moment is a call of ``post_next_hop()``.  A reduction of
-    2 hops in 3 chunks posts at two moments: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
+    Each chunk takes all hops.  The result is a list of turns; a turn is the list of messages that are posted at one
+    time, as (hop, chunk), both counted from 0.  The first turn is the start of the reduction, and each later turn is a
+    call of ``post_next_hop()``.  With 2 hops and 3 chunks: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
 
-    A chunk is posted on its next hop as soon as the following chunk has been posted on the present hop.  Thus all links
-    are in use while most of the gradient is still to be encoded.
+    As soon as chunk c + 1 has been posted on a hop, chunk c is posted on the next hop.  Thus all links are in use while
+    most of the gradient is still to be encoded.
     """
     turns = [
         [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]

@@ -49,8 +49,8 @@ def with_muon(
 
     - ``optimizer``: 4 bytes for each element of a matrix (the momentum), and 8 bytes for each other element
     - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns, that is,
-      orthogonalises.  The second holds all elements of matrices in the rank's shard of one unit, for the unit with most
-      such elements
+      orthogonalises.  The second has room for the matrix elements in the rank's shard of one unit, the unit with
+      most of them
 
     The messages to and from the owners of matrices are not counted.
     """
@@ -97,25 +97,26 @@ def memory(
       largest unit of a block, in the compute type
     - ``messages``: the buffers of messages (:mod:`impl.plan.messages`), only with ``streams``
 
-    Outer units are the unit of the root module's own parameters and the unit of the persistent parameters.  The part
-    ``gathered`` depends on the stage and the pass:
+    Outer units are the unit of the root module's own parameters and the unit of the persistent parameters.
 
-    - Below stage 3, it has the weights of all units.
-    - In stage 3 it has the weights of the outer units, of the block that runs, and of three kinds of other blocks.  The
-      first are blocks that stay gathered for backward.  The second are blocks whose all-gather is under way
-      (``memory.prefetch``), if the gather takes the memory of the weights when it starts.  A gather does so if it has
-      no message to decode, or if a GPU's stream waits for its messages (``streams``).  Otherwise the memory is taken
-      when the weights are decoded, just before the block runs, and messages under way are in the buffers of the wire.
-      The third are, in backward, the frozen units of the block after the one that runs.  The formula follows the order
-      in which a pass gathers and frees units (:mod:`impl.plan.gathered_weights`), and takes the largest sum.
+    Below stage 3, the part ``gathered`` has the weights of all units.  In stage 3, the prediction follows a pass, in
+    which units are gathered and freed (:mod:`impl.plan.gathered_weights`), and takes the largest sum of these weights:
+
+    - of the outer units, and of the block that runs;
+    - of blocks that stay gathered for backward;
+    - of blocks that are gathered ahead (``memory.prefetch``), if their all-gather takes the memory of the weights when
+      it starts.  It does so if it has no message to decode, or if a GPU's stream waits for its messages (``streams``).
+      Otherwise it takes the memory when the weights are decoded, just before the block runs; until then, the messages
+      are in the buffers of the wire;
+    - in backward, of the frozen units of the block that has just run, which are freed a little later.
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:
 
     - ``frames``: on the device, the encoded weights of offloaded masters, unless the encoded weights are offloaded too
     - ``host_frames``: the encoded weights of masters in host memory
     - ``staging``: on the device, two mean gradients of the largest offloaded unit, while they are copied to the host
-    - ``host_gradients`` has twice the bytes of the mean gradients if those of several micro-batches are added up on the
-      host
+    - ``host_gradients``: the mean gradients of offloaded units.  If the mean gradients of several micro-batches are
+      added up on the host, they count twice
 
     Args:
         policy: the policy of the model.
@@ -173,10 +174,11 @@ def memory(
 
 
 def outer_bytes(policy: Policy, shard: int) -> int:
-    """Returns the bytes that local steps add to a shard of ``shard`` elements for averaging weights between groups.
+    """Returns the bytes of memory that local steps add for a shard of ``shard`` elements.
 
-    They are 4 bytes an element for the anchor, that is, the weights after the last such averaging (the outer step), and
-    4 bytes an element for the outer momentum if the policy has one.
+    With local steps, groups of ranks train by themselves, and average their weights after some of the steps (the outer
+    steps).  A rank needs 4 bytes an element for the anchor, that is, the weights after the last outer step, and 4 bytes
+    an element for the outer momentum if the policy has one.
     """
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
@@ -202,7 +204,10 @@ def _gathered(
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
-    """Returns the elements of all outer units (those in use during the whole pass), plus the largest of ``sizes``."""
+    """Returns the number of elements of all outer units together, plus the largest of ``sizes``.
+
+    Outer units, such as the unit of the root module's own parameters, are in use during the whole pass.
+    """
     return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
 
@@ -211,8 +216,8 @@ def secondary_either_way(
 ) -> tuple[int, int] | None:
     """Returns the bytes of hpZ's copy of the weights on one rank, for two ways of keeping the copy.
 
-    The result is (bytes if the copy is kept in the codec of the weights, bytes if it is kept in bf16).  If the policy
-    has a schedule, the result holds for the first of its policies with hpZ.  Returns None for a policy without hpZ.
+    The result is (bytes if the copy is kept in the codec of the weights, bytes if it is kept in bf16).  If the policy's
+    settings change while training (a schedule), the first settings with hpZ are used.  Returns None without hpZ.
     """
     copying = next((phase for phase in policy.phases if phase.secondary != 0), None)
     if copying is None:

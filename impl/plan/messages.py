@@ -115,8 +115,8 @@ def _pairs(
 ) -> list[tuple[int, int]]:
     """Return pairs of small units that are gathered together, as (index of the first unit, index of the second unit).
 
-    If several pairs need equally large buffers, only one of these pairs is returned.  ``kept`` are the indices of the
-    units that stay gathered from forward to backward.
+    Of several pairs that need the same buffers, only one is returned.  ``kept`` are the indices of the units that stay
+    gathered from forward to backward.
     """
     schedule = Schedule.for_units(policy, units, small_units(policy, topology, units))
     rules = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
@@ -148,9 +148,9 @@ def _gathers(
 
 
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
-    """Yield, for each message of one reduction, the sizes in bytes of all buffers in use while the message is sent.
+    """Yield one list for each message of a reduction: the bytes of each buffer in use while the message is sent.
 
-    ``every`` are all hops of the reduction.
+    ``every`` are all hops of the reduction, in order.
     """
     hops = [hop for hop in every if hop.kind == "all_to_all"]
     # Each step of a ring ends before the next step begins.
@@ -165,7 +165,7 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 
 
 def _in_step(gathers: Sequence[Sequence[Hop]]) -> Iterator[Sequence[int]]:
-    """Yield, for each hop of one gather or of gathers that run together, the bytes of each buffer in use in the hop.
+    """Yield one list for each hop of one gather, or of gathers that run together: the bytes of each buffer in use.
 
     ``gathers`` has the hops of each gather.  The first hops of all gathers are posted, then all second hops, and so on.
     Each hop has one buffer, which holds the message that the rank sends and the messages that the rank receives.

@@ -119,10 +119,11 @@ class Schedule:
         They are the units that follow ``unit`` in ``order``, as many as three limits allow:
 
         - There are at most :data:`MOST_AHEAD` units.
-        - They have at most ``prefetch`` elements.  This limit does not apply to the first unit.  If the next units form
-          a pair, which is gathered together, it does not apply to the units up to the end of this pair.
-        - All gathered units have at most ``max_live`` elements.  If ``max_live`` is None, the limit is ``MOST_LIVE``,
-          and does not apply to the first unit.
+        - They have at most ``prefetch`` elements in total.  If ``prefetch`` is 0, there are none.  Otherwise the next
+          unit is gathered ahead even if it alone exceeds this limit.  If a pair (two units that are gathered together)
+          begins with the next unit or the one after it, this limit does not apply up to the end of the pair.
+        - All units that are gathered at one time have at most ``max_live`` elements.  If ``max_live`` is None, the
+          limit is ``MOST_LIVE``, and the next unit is gathered ahead even if it exceeds this limit.
 
         If only the first unit of a pair would fit, it is left out, so that both units are gathered later, together.
         """
@@ -150,10 +151,10 @@ class Schedule:
     def starting(
         self, ahead: Sequence[int], started: Container[int], under_way: int
     ) -> list[tuple[int, ...]]:
-        """Returns the units of ``ahead`` whose all-gathers start now, as the engine decides it, in order.
+        """Returns the units of ``ahead`` whose all-gathers start now, in the order in which they start.
 
-        The result has one tuple for each start: one unit, or the two units of a pair, which start together.  A pair
-        starts only if there is room for both of its units.
+        The engine decides in the same way.  The result has one tuple for each start: one unit, or the two units of a
+        pair, which start together.  A pair starts only if both of its all-gathers are within the limit below.
 
         Args:
             ahead: the indices of the units to gather ahead (:attr:`ahead_in_forward`, :attr:`ahead_in_backward`).
@@ -192,8 +193,9 @@ def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry
     """Returns the indices of the units that are gathered ahead in pairs if a GPU's stream waits for messages.
 
     Such a unit belongs to a block, has at most ``memory.prefetch`` elements, and its first message has at most
-    ``memory.pair_below`` bytes.  If the policy has a schedule or a budget, the message must be as small with all
-    policies of the schedule, and with all codecs of the budget.  ``units`` are in model order.
+    ``memory.pair_below`` bytes.  If a schedule changes the policy while training, or if a budget chooses the codec, the
+    limit on the message must hold for all settings of the schedule and all codecs of the budget.  ``units`` are in
+    model order.
 
     The set is empty in each of these cases: ``memory.pair_below`` is 0; the stage is below 3; the policy has offload or
     a user's own gather; or gathers of weights send nothing.
@@ -225,8 +227,8 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
       them counts twice, since it runs in forward and in backward.  Second, all units that are gathered at one time must
       have at most ``memory.max_live`` elements.
     - With ``max_reuse=0`` no unit stays gathered.
-    - On one rank, any ``max_reuse`` above 0 is no limit.  Freeing weights would save 2 bytes for each parameter, and
-      gathering them again would read and write 6 bytes to cast the masters.
+    - On one rank, the first limit does not apply if ``max_reuse`` is above 0.  There, freeing weights saves only 2
+      bytes for each parameter, and gathering them again reads and writes 6 bytes, because the masters are cast again.
     - If forward and backward compute with differently quantised weights (``planes`` other than 1), no unit stays
       gathered.
     """

@@ -163,12 +163,18 @@ class Machine:
         """Returns in words what a prediction for this machine is based on.
 
         ``known`` says whether the predicted step is within the measured range (:attr:`StepTime.calibrated`).  The
-        result depends on the ``nature`` of the machine's numbers:
+        result also depends on where the machine's numbers come from (``nature``):
 
-        - of a calibration: ``calibrated`` if known, else ``transferred``
-        - of published steps: ``fitted`` if known, else ``transferred``
-        - of a data sheet: ``data sheet`` if known, else ``data sheet, out of range``
-        - unknown: ``not calibrated``
+        ===============  ==============  ========================
+        ``nature``       known           not known
+        ===============  ==============  ========================
+        calibration      calibrated      transferred
+        published steps  fitted          transferred
+        data sheet       data sheet      data sheet, out of range
+        unknown          not calibrated  not calibrated
+        ===============  ==============  ========================
+
+        An empty ``nature`` counts as a calibration if there is a ``host``, and otherwise as unknown.
         """
         match self.nature or ("calibration" if self.host else ""):
             case "calibration":
@@ -403,11 +409,10 @@ def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to run at as many floating-point
     operations a second as the passes of the model.  The time of each of the two exchanges is the sum of three times:
 
-    - sending: the latency of a message, plus the larger of two times.  The first is the time in which the node that
-      sends most sends its bytes to other nodes.  The second is the time that the rank with most bytes to ranks of its
-      own node takes to send them
+    - sending: the latency of a message, plus the longer of two times: the time of the busiest node for its bytes to
+      other nodes, and the time of the busiest rank for its bytes to ranks of the same node
     - posting the messages
-    - encoding and decoding all elements of matrices that one rank holds, for the rank that holds most
+    - encoding and decoding, on the rank that holds most elements of matrices
     """
     topology, stretch = step.topology, machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     compute = max(owners.loads) * machine.per_token / (2 * (1 + BACKWARD)) * stretch
@@ -544,11 +549,12 @@ class _Seconds:
         return Collective(hops=(*in_chunks(chunked), *timed), after=after, crosses=crosses)
 
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
-        """Returns one exchange of ``hop`` with its times; a rank sends ``size`` bytes to every other rank of the axis.
+        """Returns one exchange of ``hop`` with its times in seconds.
 
-        ``before`` are the seconds in which the rank decodes and encodes before the exchange.  If the hop is a ring, all
-        messages go to the next rank.  If the hop's kind is ``shift``, the exchange is one step of a reducing ring, in
-        which the rank sends a single message.
+        In the exchange, a rank sends one message of ``size`` bytes for every other rank of the axis.  If the hop is a
+        ring, it sends all these messages to the next rank.  If the hop's kind is ``shift``, the exchange is one step of
+        a ring reduction, in which the rank sends a single message.  ``before`` is the time that the rank spends before
+        the exchange on decoding and encoding.
         """
         if hop.axis.size == 1:
             return TimedHop(adapter=0.0, before=before, sends=False)

@@ -74,8 +74,8 @@ class Collective:
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
     """Returns all exchanges of a reduction that is sent in chunks, in the order in which they are posted.
 
-    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  The order is that of
-    :func:`impl.plan.hops.in_turns`.  The fields ``follows`` and ``at_once`` of the exchanges are set to match it.
+    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  :func:`impl.plan.hops.in_turns` gives the order.  In
+    the returned exchanges, the fields ``follows`` and ``at_once`` are set for this order.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
@@ -157,10 +157,11 @@ def pass_time(
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
     """Returns a lower bound of the seconds that a forward and a backward pass take together.
 
-    :func:`pass_time` never returns a shorter time for these ``loads``, nor for loads with longer times.  The bound is
-    computed as if the computation of outer units (such as embedding and head) delayed no message, and as if the first
-    gradient of a unit arrived when the unit's backward pass begins.  In ``loads``, only the times of the model's
-    computation and of the node's adapter may be above 0.
+    The time that :func:`pass_time` returns for these ``loads``, or for loads with longer times, is never below the
+    bound.  Two assumptions make the bound shorter than a real pass: the computation of outer units (such as embedding
+    and head) delays no message, and the first gradient of a unit arrives when the unit's backward pass begins.
+
+    In ``loads``, only two kinds of times may be above 0: those of the model's computation and of the node's adapter.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load

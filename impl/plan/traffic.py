@@ -172,10 +172,10 @@ class Book:
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def fits(self, rank: int) -> bool:
-        """Returns whether ``rank`` sends the same messages as the rank whose messages this book counts.
+        """Returns whether the counts of this book also hold for ``rank``.
 
-        They are the same if, in each exchange of ``routes``, both ranks send equally many messages over each kind of
-        link.
+        They do if, in every kind of exchange counted so far (``routes``), ``rank`` sends the same number of messages
+        over each kind of link as the book's own rank.  Exchanges that :meth:`uneven` has counted are not compared.
         """
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
@@ -184,7 +184,7 @@ class Book:
         return all(mine == other for mine, other in both)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
-        """Count one message of ``size`` bytes to every other rank of the topology, in the phase ``step``."""
+        """Count one message of ``size`` bytes from this rank to every other rank, in the phase ``step``."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
     def norm(self, axes: Iterable[Axis]) -> None:
@@ -387,10 +387,12 @@ ON_DEVICE = Placement()
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
     """Returns for each of the ``units``, which are in model order, which parts of its state are in host memory.
 
-    Trained units are offloaded in model order, until their elements are at least the share ``offload.optimizer`` of all
-    trained elements.  The encoded shards of units are offloaded in model order, until their elements are at least the
-    share ``offload.weights`` of all elements.  The shard of a frozen unit is offloaded together with its encoded shard.
-    Elements of padding count as well.
+    ``offload.optimizer`` and ``offload.weights`` are fractions from 0 to 1.  Elements of padding count as well.
+
+    - Masters, mean gradients and optimizer state are offloaded unit by unit, in model order, until the offloaded units
+      have at least the fraction ``offload.optimizer`` of all trained elements.
+    - Encoded shards are offloaded unit by unit, in model order, until they have at least the fraction
+      ``offload.weights`` of all elements.  The shard of a frozen unit is offloaded together with its encoded shard.
     """
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
@@ -399,7 +401,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Chooses as many of the first ``sizes`` as make up ``share`` of their sum; returns for each whether it is chosen.
+    """Returns for each of the ``sizes`` whether it is one of the first sizes that make up ``share`` of the total.
 
     Sizes are chosen from the first on, until the sum of the chosen sizes is at least ``share`` times the sum of all
     sizes.  A size of 0 is never chosen.  With sizes (4, 0, 2, 2) and share 0.6: [True, False, True, False].
@@ -428,7 +430,9 @@ class _Sender:
     change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
     def weights_changed(self, event: Event) -> None:
-        """Mark the gathered weights, hpZ's copy and the uploaded frame as outdated, because of ``event``.
+        """Mark all copies of the weights as outdated, because of ``event``: ``step``, ``changed`` or ``forgotten``.
+
+        The copies are the gathered weights, hpZ's copy, and the encoded weights of an offloaded master on the device.
 
         After the event ``changed`` the next gather sends the weights themselves, not differences from hpZ's copy.
         """
@@ -484,7 +488,8 @@ class _Sender:
     def _sends(self) -> Sends:
         """Returns what the next gather sends: hpZ's copy, differences from the copy, or the weights themselves.
 
-        If a policy with differences sends the weights themselves, the count ``steps`` restarts at 0.
+        If the policy has differences and the result is the weights themselves, ``steps`` is set to 0.  It counts the
+        optimizer steps since the weights themselves were sent.
         """
         if self.current:
             return "copy"

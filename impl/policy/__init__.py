@@ -1,1 +1,4 @@
-"""States what training sends, holds and computes, and over which ranks and shards, without torch."""
+"""Describes what training sends, keeps in memory and computes, and the layout of ranks and of shards.
+
+Pure: no torch.
+"""

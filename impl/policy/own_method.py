@@ -144,8 +144,8 @@ class MethodUnit:
     def rows(self, whole: Any, ranks: int) -> Any:
         """Returns the shards of ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` keeps.
 
-        ``ranks`` is the number of all ranks.  If there are fewer shards than ranks, because each of several groups of
-        ranks keeps a whole copy, the ranks ``i`` and ``i + P / S`` keep equal shards.
+        ``ranks`` is the number of all ranks.  If each of several groups of ranks keeps a whole copy, there are P / S
+        shards, fewer than ranks; rank ``i + P / S`` then keeps the same shard as rank ``i``.
         """
         shards = self.numel // self.shard
         return whole.view(shards, -1).repeat(ranks // shards, 1)
@@ -224,15 +224,15 @@ class OwnMethod:
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
-        """Returns the bound that the class promises for the error of each element, divided by a magnitude M.
+        """Returns the largest relative error that the class promises: each element's error is at most this times M.
 
-        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.  M depends on what the
-        class does:
+        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.  The magnitude M
+        depends on what the class does:
 
         - If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
-        - If the class reduces gradients, the unit is cut into one piece of P / ranks elements for each rank.  In the
-          piece that contains the element, each rank's gradient has a largest magnitude.  M is the mean of these
-          magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3, M is 2.
+        - If the class reduces gradients, the P elements of the unit are cut into one piece for each rank.  For the
+          piece that contains the element, take the largest magnitude of each rank's gradient; M is the mean of these
+          over ranks.  With two ranks and the largest magnitudes 1 and 3, M is 2.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:
@@ -245,10 +245,10 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Returns the value of a policy's field ``reduce`` or ``gather`` with which a user's class does this work.
+    """Returns a value for a policy's field ``reduce`` or ``gather`` that makes a user's class do this work.
 
     ``source`` is the class, or its name as ``module:Class``.  The ``arguments`` are passed to the class when it is
-    constructed.
+    constructed.  For example: ``Policy(reduce=method(PowerSGD, rank=4))``.
 
     Raises MethodError: if a class lacks what a method must have; if the name has another form; or if an argument is
     not a number, text, bool, list or tuple.
@@ -312,9 +312,10 @@ def checked(name: str, kind: Any) -> type[Any]:
 
 
 def role_of(kind: type[Any]) -> Role | None:
-    """Returns ``reduce`` for a class with ``start(gradient)``, and ``gather`` for one with ``start(weights, gather)``.
+    """Returns the policy's field in which the user's class ``kind`` can be used, ``reduce`` or ``gather``.
 
-    Returns None if ``start()`` takes any number of arguments, or has no signature that Python can read.
+    A class with ``start(gradient)`` can be used in ``reduce``, and a class with ``start(weights, gather)`` in
+    ``gather``.  Returns None if ``start()`` takes any number of arguments, or has no signature that Python can read.
     """
     try:
         parameters = list(inspect.signature(kind.start).parameters.values())
@@ -343,9 +344,10 @@ def axis_of(topology: Topology, name: str) -> Axis:
 
 
 class PlannedWire:
-    """Stands in for the wire, through which ranks send, when a user's class is constructed only to call ``bytes()``.
+    """Replaces the wire, through which ranks send, when a user's class is constructed only to call its ``bytes()``.
 
-    It gives the class the sizes of axes and the rank's index along them.  It raises a MethodError if the class sends.
+    It tells the class how many ranks an axis has, and the rank's index along the axis.  Nothing can be sent: if the
+    class tries to send, it raises a MethodError.
     """
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
@@ -420,9 +422,10 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 
 
 def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
-    """Returns, for each unit's name, a function from a :class:`GatherInfo` to the messages of this gather.
+    """Returns, for each unit's name, a function that returns the messages of one gather of the unit.
 
-    The messages are those that the user's class ``own`` declares in its ``bytes()``; None if it has no ``bytes()``.
+    The function's argument is a :class:`GatherInfo`, which describes the gather.  Its result is the messages that the
+    user's class ``own`` declares in its ``bytes()``, or None if the class has no ``bytes()``.
 
     Frozen and persistent units are left out, since the class does not gather them.  No running ranks are needed.
 

@@ -481,7 +481,11 @@ class Policy:
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
 
     def _owned_errors(self) -> Iterator[str]:
-        """Yield an error for each codec in ``owned`` with which Muon cannot send momentum and updates of matrices."""
+        """Yield an error for each codec in ``owned`` that Muon cannot use.
+
+        ``owned`` are the codecs in which Muon sends the momentum of a matrix to the rank that orthogonalises the
+        matrix, and the updates back.
+        """
         codecs: object = self.owned
         if not isinstance(codecs, tuple) or len(codecs) != 2:
             yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
@@ -556,10 +560,10 @@ class Policy:
                 yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
-        """Yield an error for each gradient codec that has one scale for a whole shard, if ``chunks`` cuts the shard.
+        """Yield an error for each gradient codec with a single scale for a shard, if shards are cut into ``chunks``.
 
-        With ``user_codecs``, the method checks only codecs of class ``OwnCodec``, and imports the modules that define
-        them.  Otherwise it checks only codecs of all other classes.
+        If ``user_codecs`` is True, only codecs of class ``OwnCodec`` are checked, and the modules that define them are
+        imported.  If it is False, only all other codecs are checked.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -568,15 +572,15 @@ class Policy:
 
     @property
     def grain(self) -> int:
-        """The grain: every parameter and every shard starts on a multiple of this number of elements."""
+        """The alignment of parameters and shards: each starts on a multiple of this number of elements."""
         return math.lcm(self.align, common_grain(*self.codecs))
 
     @property
     def grain_in_words(self) -> str:
-        """The text with which error messages say where :attr:`grain` comes from, such as ``int8:2048``.
+        """A text for error messages that names the settings from which :attr:`grain` follows, such as ``int8:2048``.
 
-        It names the codecs, and ``align`` if it is not 1; if these are several, it begins with ``the common multiple
-        of``.
+        The settings are the policy's codecs, and ``align`` if it is above 1.  If there are several of them, the text is
+        ``the common multiple of``, followed by the settings.
         """
         aligned = [f"align = {self.align}"] if self.align > 1 else []
         parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
@@ -729,10 +733,10 @@ class Policy:
 
     @property
     def sends_copy(self) -> bool:
-        """Whether forward passes, too, send hpZ's copy inside the group of ranks that share it.
+        """Whether forward passes send hpZ's copy inside the group of ranks that share it, as backward passes always do.
 
-        Backward passes always do.  If the result is False, a rank receives encoded weights from other groups in a
-        forward pass, and forwards them unchanged inside its group.
+        If the result is False, a rank that receives encoded weights from other groups in a forward pass sends them on
+        unchanged inside its group.
         """
         return self.inside is not None or self.differences is not None
 
@@ -749,7 +753,8 @@ class Policy:
         - Persistent units hold small parameters, stay gathered, and are sent unquantised: codecs that quantise are
           replaced with a cast to the compute type.
 
-        Neither kind is gathered by a user's own class, and persistent units are not reduced by one.  With the default
+        A user's class that gathers weights is used for neither kind, and a user's class that reduces gradients is not
+        used for persistent units.  The returned policy names a built-in gather or reduction instead.  With the default
         arguments, the method returns this policy itself.
 
         Raises PolicyError: for a policy with a schedule.
@@ -788,13 +793,16 @@ class Policy:
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
         """Returns the policy of a unit whose parameters have these ``shapes``.
 
-        With ``blocks='shape'``, the returned policy has ``blocks='codec'``, and its codecs have the block sizes that
-        DeepSpeed would use for these shapes.  If the unit has no matrix, its gradients are then cast, not quantised,
-        without error feedback, and summed in fp32.  With any ``blocks``, a unit without a matrix gets ``planes=1``.
+        Two settings depend on the shapes:
+
+        - ``blocks='shape'``: the codecs of the returned policy have the block sizes that DeepSpeed would use for these
+          shapes, and its ``blocks`` is ``codec``.  If the unit has no matrix, its gradients are cast instead of
+          quantised, without error feedback, and are summed in fp32.
+        - ``planes``: if the unit has no matrix, the returned policy has ``planes=1``.
 
         Args:
-            shapes: the shapes; empty if only the size of the unit is known.  If empty, the gradients' blocks and
-                ``planes`` do not change.
+            shapes: the shapes; empty if only the size of the unit is known.  The blocks of the gradients' codecs and
+                ``planes`` then stay as they are.
             world: number of ranks that reduce the unit's gradient.
             shard: number of elements of a rank's shard; 0 before the unit is laid out.
         """
@@ -899,16 +907,17 @@ class Policy:
     def averaged_ranks(self, topology: Topology) -> int:
         """Returns the number of ranks whose gradients are averaged in a step.
 
-        With local steps these are the ranks of one group; otherwise they are all ranks.
+        With ``local_steps`` (DiLoCo), each group of :meth:`group_ranks` ranks averages by itself.  Otherwise all ranks
+        average together.
         """
         return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns (axes, saved) for a weight gather, whose hops run over one axis of ranks after the other.
+        """Returns (axes, saved): the axes of the hops of a weight gather, and the number of hops that hpZ saves.
 
-        ``axes`` are the axes of the hops, first hop first.  ``saved`` is the number of first hops that a gather from
-        hpZ's copy leaves out; it is 0 without hpZ.  If a user's class gathers the weights, there are no axes, since its
-        messages are not known here.
+        ``axes`` has one axis of ranks for each hop, first hop first.  hpZ keeps a copy of the weights that the first
+        ``saved`` hops bring, so a gather from this copy sends only the later hops.  Without hpZ, ``saved`` is 0.  If a
+        user's class gathers the weights, ``axes`` is empty, since only the class knows its messages.
         """
         if self.own_gather is not None:
             return (), 0
@@ -921,10 +930,14 @@ class Policy:
         return topology.gather_axes(self.secondary_ranks(topology))
 
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
-        """Returns the axes of the hops that gather a mean gradient between state groups, and the codec of these hops.
+        """Returns (axes, codec) of the hops that all-gather the mean gradient between groups after its reduction.
 
-        A state group is a group of ranks that share one copy of all sharded states.  There are no axes in two cases: if
-        all ranks form one group, and if a user's class reduces the gradients, since it brings the mean to every group.
+        A group is a set of ranks that share one copy of all sharded states.  With several groups, the reduction gives
+        each rank only a part of its shard's mean gradient.  These hops bring the other parts, from the ranks of the
+        other groups that hold the same shard.
+
+        ``axes`` has one axis of ranks for each hop.  It is empty if all ranks form one group, and also if a user's
+        class reduces the gradients, since such a class brings the mean to every group.
         """
         if self.own_reduce is not None:
             return (), self.gradients[0]
@@ -935,8 +948,8 @@ class Policy:
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
         """Returns (axis, codec) for each hop of a gradient reduction, first hop first.
 
-        Axes of one rank are left out.  If a user's class reduces the gradients, the result is empty, since its
-        messages are not known here.
+        Axes of one rank are left out.  If a user's class reduces the gradients, the result is empty, since only the
+        class knows its messages.
         """
         if self.own_reduce is not None:
             return ()
@@ -958,16 +971,17 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 
 @functools.lru_cache(maxsize=256)
 def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
-    """Returns (phases, rows) for a policy with a schedule, where a phase is one of the policies that its steps have.
+    """Returns (phases, rows): the policies that a schedule switches between, and which of them each span uses.
 
-    ``rows`` has one row (end, every, changed, own) for each span:
+    ``phases`` has each of these policies once, without a schedule of its own.  ``rows`` has one row
+    (end, every, changed, own) for each span:
 
-    - ``end`` is the number of steps after which the span ends.  It is infinite for the last span, and for a span whose
-      end is not known yet.
+    - ``end`` is the number of steps, counted from the beginning of the run, after which the span ends.  It is infinite
+      for the last span, and for a span whose end is not known yet.
     - ``every`` is the span's field of this name.
-    - ``changed`` is the index of the phase that holds in the steps with the span's changes.
-    - ``own`` is the index of the phase that holds in the other steps of the span.  With ``every=1`` there are no other
-      steps, and ``own`` equals ``changed``.
+    - ``changed`` is the index in ``phases`` of the policy for the steps in which the span's changes hold.
+    - ``own`` is the index in ``phases`` of the policy for the other steps of the span.  With ``every=1`` there are no
+      other steps, and ``own`` equals ``changed``.
 
     Raises PolicyError: if the fields of a span cannot be combined; the message names the span.
     """
@@ -984,7 +998,7 @@ def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, in
 
 
 def weight_block(shard: int) -> int:
-    """Returns how many elements DeepSpeed quantises with one scale in a shard of weights with ``shard`` elements.
+    """Returns the size of DeepSpeed's quantisation blocks (elements for each scale) in a shard of ``shard`` weights.
 
     The result is the largest multiple of 8 that divides ``shard`` and is at most 8000.  Returns 1 if there is none.
     """

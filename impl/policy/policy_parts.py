@@ -1,7 +1,8 @@
-"""Defines the parts of a :class:`~impl.policy.policy.Policy` that have fields or a text form of their own.
+"""Defines the classes of those fields of a :class:`~impl.policy.policy.Policy` that hold several values.
 
-These are the limits of memory, the shares of states in host memory, the loss scale, error feedback and the bit budget.
-:mod:`impl.policy.policy` exports them.
+They are the memory limits, the offload to host memory, the loss scale, error feedback and the bit budget.  The last
+three can also be given as text, such as ``loco:decay0.9``, which this module parses.  :mod:`impl.policy.policy`
+exports all of them.
 
 Pure: no torch.
 """
@@ -29,7 +30,7 @@ class PolicyError(ValueError):
 
 @functools.cache
 def _listed(kind: type) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """Returns (name, allowed values) for each field of a dataclass whose type is a ``Literal``."""
+    """Returns (name, allowed values) for each ``Literal`` field of the dataclass ``kind``."""
     types = get_type_hints(kind)
     return tuple((name, get_args(each)) for name, each in types.items() if get_origin(each) is Literal)
 
@@ -42,9 +43,9 @@ def check_literals(settings: object) -> None:
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
-    """Parse a text that consists of a first word and options, such as ``loco:decay0.9:bf16``, into a dict of texts.
+    """Parse a text of a first word and options, and return a dict of its parts; None for the text ``none``.
 
-    The example gives ``{"head": "loco", "decay": "0.9", "state": "bf16"}``.  Returns None for the text ``none``.
+    For example, ``loco:decay0.9:bf16`` gives ``{"head": "loco", "decay": "0.9", "state": "bf16"}``.
 
     Args:
         text: the text to parse.
@@ -61,17 +62,18 @@ def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: st
     for option in options:
         matches = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
         if not matches or matches.keys() & settings.keys():
-            raise PolicyError(f"{text!r}: option {option!r} is unknown or given twice; {allowed}")
+            raise PolicyError(f"cannot read {text!r}: option {option!r} is unknown or given twice; {allowed}")
         settings |= matches
     if head not in heads:
-        raise PolicyError(f"{text!r}: {allowed}")
+        raise PolicyError(f"cannot read {text!r}: {allowed}")
     return settings
 
 
 def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, str]) -> str:
-    """Return ``head`` and those fields of ``settings`` that differ from ``defaults`` as text: ``loco:decay0.9:bf16``.
+    """Write ``settings`` as text that :func:`_read` can parse, such as ``loco:decay0.9:bf16``.
 
-    ``prefixes`` maps the name of a field to the text before its value, such as ``decay``.
+    The text begins with ``head``.  An option follows for each field in ``prefixes`` whose value differs from the
+    value in ``defaults``.  ``prefixes`` maps the name of a field to the text before its value, such as ``decay``.
     """
     options = [
         f"{prefix}{getattr(settings, name)}".removesuffix(".0")
@@ -88,22 +90,22 @@ MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; D
 class MemoryLimits:
     """Limits on gathered weights and on gradients that are being reduced, in elements of the unsharded model.
 
-    A unit stays gathered from its forward to its backward pass if ``max_live`` allows it, and if the units that run
-    between these two passes have fewer than ``max_reuse`` elements together.  Each of them counts twice, since it runs
-    in forward and in backward.  ``max_reuse=1`` keeps the root's unit and the last block, between whose two passes no
-    unit runs.  ``max_reuse=0`` keeps nothing.  On one rank, every value above 0 keeps as many units as ``max_live``
-    allows.
+    A unit that stays gathered from its forward pass to its backward pass need not be gathered twice.  It stays if
+    ``max_live`` allows it, and if fewer than ``max_reuse`` elements run between its two passes.  These are the elements
+    of all units that run in between, counted twice, once in forward and once in backward.  With ``max_reuse=1`` the
+    root's unit and the last block stay, because no unit runs between their two passes.  With ``max_reuse=0`` no unit
+    stays.  On one rank, with any ``max_reuse`` above 0, units stay as long as ``max_live`` allows it.
 
     While a unit computes, the units that are used next are gathered, up to ``prefetch`` elements.  The very next unit
     is gathered even if it is larger than ``prefetch``; otherwise a model of large blocks would wait for every
     all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is exceeded.  With
     ``prefetch=0`` no unit is gathered before its use.
 
-    On a GPU whose stream waits for messages, as with NCCL, *small* units are gathered ahead in pairs: one call of NCCL
-    sends the messages of both, which saves the host's time for a call and an event.  A unit is small if its first
-    message has at most ``pair_below`` bytes, and if it has at most ``prefetch`` elements.  While the first unit of a
-    pair computes, the next pair is gathered, even if it is larger than ``prefetch``.  So up to four units are gathered
-    at one time, where it would be two or three without pairs.
+    With NCCL, *small* units are gathered ahead in pairs: one NCCL call sends the messages of both units, which saves
+    the host's time for a second call and a second event.  A unit is small if its first message has at most
+    ``pair_below`` bytes, and if the unit has at most ``prefetch`` elements.  While the first unit of a pair computes,
+    the next pair is gathered, even if the pair is larger than ``prefetch``.  So up to four units are gathered at one
+    time; without pairs, two or three are.
 
     Raises PolicyError: if a limit is negative or NaN.
     """
@@ -156,8 +158,10 @@ class Offload:
 
     Whole units are offloaded, in model order, until at least the share is reached.
 
-    Encoded weights of a trained unit are kept only if its master (the fp32 shard) is on the host.  If the master is on
-    the device, each gather encodes it anew, and ``weights`` moves only hpZ's copy of this unit to the host.
+    What ``weights`` moves of a trained unit depends on where the unit's master (its fp32 shard) is.  If ``optimizer``
+    has put the master on the host, ``weights`` keeps the unit's encoded weights only there, and not on the device too.
+    If the master is on the device, each gather encodes it anew, so no encoded weights are kept.  In both cases,
+    ``weights`` also moves hpZ's copy.
 
     Raises PolicyError: for shares outside [0, 1].
     """
@@ -287,10 +291,10 @@ def parse_feedback(text: str) -> Feedback | None:
 class BitBudget:
     """A limit on the bits that units send, within which :mod:`impl.plan.bit_budget` chooses codecs while training.
 
-    Training begins with the policy's own codecs.  In step 1, and then in every ``every``-th step after it, all
-    candidate codecs encode the step's weights and gradients, and their errors are measured.  After such a step, a codec
+    Training begins with the policy's own codecs.  In the steps 1, 1 + ``every``, 1 + 2 ``every`` and so on, each
+    candidate codec encodes the step's weights and gradients, and its errors are measured.  After such a step, a codec
     is chosen for each unit, so that all units together stay within the limit and the sum of their errors is small.
-    Frozen and persistent units keep their codecs.
+    Frozen units and persistent units (small parameters that stay gathered) keep their codecs.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
     """

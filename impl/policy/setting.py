@@ -1,7 +1,7 @@
 """Declares the fields of a policy: one :class:`Setting` for each field, next to the field's type and default.
 
-Several parts of the project read these records: suites (keys ``policy.*``), the names of configurations, error
-messages and the guide's tables.  A new field is declared once, by :func:`setting`; none of these readers changes.
+Several parts of the project use these records: the parser of suites (keys ``policy.*``), the names of configurations,
+error messages and the guide's tables.  None of them needs a change for a new field, which :func:`setting` declares.
 
 Pure: no torch.
 """
@@ -31,9 +31,10 @@ def _in_words(value: object) -> str:
 class Setting:
     """Describes one field of a policy: how suites set it, which values it allows, and how names and tables show it.
 
-    The declaration of a field calls :func:`setting`, which makes this record without the last three attributes,
-    ``name``, ``part`` and ``kind``.  :func:`settings` fills in these three.  It also sets ``key`` and ``label`` to the
-    field's name if the declaration has not set them.
+    A policy's class declares a field by a call of :func:`setting`, which makes this record.  At that time the last
+    three attributes, ``name``, ``part`` and ``kind``, are not known; :func:`settings` fills them in later.  If the
+    declaration has no ``key`` or no ``label``, :func:`settings` sets it to the field's name, in a label with spaces for
+    underscores.
     """
 
     # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
@@ -94,16 +95,19 @@ class Setting:
 
 
 def setting(default: _Value, says: str = "", **known: Any) -> _Value:
-    """Returns a dataclass field with this default, and with ``Setting(says=says, **known)`` in its metadata."""
+    """Returns a dataclass field with this ``default``, whose metadata holds a :class:`Setting` that describes it.
+
+    ``says`` and ``known`` are the attributes of the :class:`Setting`, such as ``least=0``.
+    """
     return field(default=default, metadata={_RECORD: Setting(says=says, **known)})
 
 
 @functools.cache
 def settings(kind: type) -> tuple[Setting, ...]:
-    """Returns the settings of all fields of ``kind``, which is the class of a policy or of a part of a policy.
+    """Returns one :class:`Setting` for each field of ``kind``, the class of a policy or of a part of a policy.
 
-    The settings are in the order of declaration.  A field whose default is a dataclass with settings, such as
-    ``memory``, is a part of the policy.  In place of such a field, the result has the settings of the part's fields.
+    They are in the order of declaration.  A part, such as ``memory``, is a field whose value is a dataclass with fields
+    of its own.  The result describes these inner fields, and not the part as a whole.
     """
     return tuple(_settings(kind))
 

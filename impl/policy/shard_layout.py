@@ -48,9 +48,10 @@ class ParameterSpec:
 
 
 class Band(NamedTuple):
-    """The bands of one matrix in one rank's shard.  A band is a fixed number of whole rows that follow one another.
+    """Says where one matrix has bands in one rank's shard, and how many.
 
-    With bands of 2 rows, a shard with 5 whole rows of a matrix has 2 bands of this matrix.
+    A band is a fixed number of successive whole rows.  With bands of 2 rows, a shard that holds 5 whole rows of a
+    matrix has 2 bands of this matrix.
     """
 
     start: int  # first element of the first band, relative to the shard
@@ -75,9 +76,10 @@ class Slot:
 class UnitGeometry:
     """The layout of one unit for one number of ranks.
 
-    A *shard* is the part of the unit that one rank holds: ``padded / shards`` elements.  A *piece* is the part of the
-    mean gradient that one rank receives: ``padded / world`` elements.  With one group of ranks, a piece is as large as
-    a shard.  With several groups, each group holds a copy of the unit, and a shard has several pieces.
+    A *group* is a set of ranks that share one copy of the unit.  A *shard* is the part of the unit that one rank
+    holds: ``padded / shards`` elements.  A *piece* is the part of the mean gradient that one rank receives from the
+    reduction: ``padded / world`` elements.  If all ranks form one group, a piece is as large as a shard.  If there are
+    several groups, each of them with a copy of the unit, a shard consists of several pieces.
     """
 
     name: str  # name of the block, with the suffix :data:`FROZEN` if the unit is not trainable
@@ -101,7 +103,10 @@ class UnitGeometry:
 
     @property
     def outer(self) -> bool:
-        """Whether the unit is in use during the whole pass, from before the first block to after the last."""
+        """Whether the unit is in use from before the first block to after the last block of a pass.
+
+        This holds for the unit of the parameters outside all blocks, and for the persistent unit.
+        """
         return self.block in (ROOT, PERSISTENT)
 
     @property
@@ -111,7 +116,7 @@ class UnitGeometry:
 
     @property
     def shards(self) -> int:
-        """Number of shards in one copy of the unit, one for each rank of a group."""
+        """Number of shards into which one copy of the unit is cut: the number of ranks that share this copy."""
         return self.group or self.world
 
     @property
@@ -154,33 +159,35 @@ class UnitGeometry:
         return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in ``rank``'s shard, of the piece that only this rank counts or saves.
+        """Returns (start, end), counted in ``rank``'s shard, of the elements that ``rank`` alone counts and saves.
 
-        If several groups hold copies of the unit, the ranks with the same shard divide this shard into such pieces.
-        So the own pieces of all ranks cover each element of the unit once.  With 4 ranks in groups of 2, ranks 0 and 2
-        hold the same shard: the first half of it is rank 0's own piece, and the second half is rank 2's.
+        If several groups hold copies of the unit, several ranks hold the same shard.  They divide it among themselves,
+        so that norms count each element once, and checkpoints save it once.  With 4 ranks in groups of 2, ranks 0
+        and 2 hold the same shard: the first half of it is rank 0's own piece, and the second half is rank 2's.  If all
+        ranks form one group, the own piece is the whole shard.
         """
         replica = rank // self.shards
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in the unit, of a piece of the mean gradient that ``rank`` gets in backward.
+        """Returns (start, end), counted in the unit, of the piece of the mean gradient that ``rank`` shows observers.
 
-        The pieces of all ranks together cover the unit once.  With one group of ranks, the piece is the rank's whole
-        shard.  With several groups that hold copies of all shards (MiCS, HSDP), each rank first reduces its own piece
-        of its shard (:meth:`own_piece`), and then receives the other pieces from the ranks of the other groups that
-        have the same shard.  The result is the piece that ``rank`` receives from the next group; the first group counts
-        as the next of the last.
+        An observer (:class:`impl.comm.wire.Observer`) looks at gradients.  The pieces of all ranks together cover the
+        unit once.  If all ranks form one group, the piece is the rank's whole shard.
+
+        If several groups hold copies of the unit (MiCS, HSDP), a rank reduces only its own piece of its shard
+        (:meth:`own_piece`), and receives the other pieces from ranks of other groups.  The result is the piece that
+        ``rank`` receives from the next group; the next group after the last is the first.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Returns (group, start, end) for each optimizer group of the unit, in the order in which the groups lie in it.
+        """Returns (group, start, end) for each optimizer group in the unit: where the group lies in ``rank``'s shard.
 
-        The elements [start, end) of ``rank``'s shard, padding included, belong to optimizer group number ``group``.  If
-        the shard has no element of the group, ``start`` equals ``end``.
+        The elements [start, end) of the shard, padding included, belong to optimizer group number ``group``.  If the
+        shard has no element of the group, ``start`` equals ``end``.  The groups are in ascending order.
         """
         starts: dict[int, int] = {}  # the first element of each group in the unit
         for slot in self.slots:
@@ -190,7 +197,7 @@ class UnitGeometry:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """For each stretch of padding in the unit: (start, end), counted in the unit.  No stretch is empty."""
+        """The stretches of padding in the unit, each as (start, end), counted in the unit; none is empty."""
         starts = [0, *(slot.end for slot in self.slots)]
         ends = [*(slot.offset for slot in self.slots), self.padded]
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
@@ -204,10 +211,10 @@ class UnitGeometry:
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Returns one :class:`Band` for each matrix in ``rank``'s shard; each band has ``rows`` whole rows.
+        """Returns one :class:`Band` for each matrix in ``rank``'s shard that has bands of ``rows`` whole rows.
 
-        A matrix is left out if its number of columns is not a multiple of ``rows``, or if the shard has fewer than
-        ``rows`` whole rows of it.
+        A matrix has no bands if its number of columns is not a multiple of ``rows``, or if fewer than ``rows`` whole
+        rows of it are in the shard.
         """
         bands = []
         low, _ = self.bounds(rank)

@@ -136,12 +136,16 @@ def _share(until: Any) -> Fraction:
 
 
 def check_order(spans: Sequence[Span]) -> Iterator[str]:
-    """Yield an error message for each error in the order of ``spans``.
+    """Yield a message for each error in the order of ``spans`` that does not depend on the run's number of steps.
 
-    These are errors: a span that does not end after the span before it, a span without ``until`` that is not the last,
-    and a last span that ends before 100 % of the run.  Errors that depend on the run's number of steps are found by
-    :func:`over`.  For example, ``until=100`` after ``until="50 %"`` is possible in a run of 150 steps, and impossible
-    in a run of 300.
+    There are three such errors:
+
+    - a span does not end after the span before it;
+    - a span that is not the last has no ``until``;
+    - the last span ends before 100 % of the run.
+
+    :func:`over` finds the errors that depend on the run's number of steps.  For example, ``until=100`` after
+    ``until="50 %"`` is possible in a run of 150 steps, and impossible in a run of 300.
     """
     for number, (span, after) in enumerate(itertools.pairwise(spans), 1):
         if span.until is None:
@@ -168,10 +172,10 @@ def _overlap(number: int, end: str, before: str) -> str:
 
 
 def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
-    """Returns copies of ``spans`` for a run of ``steps`` optimizer steps, in which each span's end is known as a step.
+    """Returns copies of ``spans`` with their ends as step numbers, for a run of ``steps`` optimizer steps.
 
-    The attribute ``end`` of a copy is the number of steps after which the span ends; None if it ends with the run.  An
-    end that was given as a share of the run, such as ``"50 %"``, is rounded to the nearest step.
+    The attribute ``end`` of a copy is the number of steps after which the span ends, or None if the span ends with the
+    run.  An end that was given as a share of the run, such as ``"50 %"``, is rounded to the nearest step.
 
     Raises SpanError: if a span has no step, if the spans do not end with the run, or if ``steps`` is not a whole number
     of 1 or more.

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """A way to divide all ranks into groups of equal size: the ranks of a group are ``stride`` apart.
+    """A way to divide all ranks into groups of ``size`` ranks, whose numbers are ``stride`` apart.
 
-    A rank's number is read in a mixed radix, and an axis is one digit of it: the ranks of a group differ only in this
-    digit.  With 2 nodes of 4 ranks, the axis ``node`` (size 2, stride 4) has the groups (0, 4), (1, 5), (2, 6), (3, 7).
+    With 2 nodes of 4 ranks, the axis ``node`` (size 2, stride 4) has the groups (0, 4), (1, 5), (2, 6), (3, 7).  If
+    these ranks are written as two digits (node, local), the axis is the first digit: the ranks of a group differ only
+    in this digit.
     """
 
     name: str  # the name under which the ledger and the process groups list the axis
@@ -34,7 +35,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``nodes`` nodes with ``ranks_per_node`` ranks each.
+    """Says how many nodes there are, and how many ranks each node has.
 
     Raises ValueError: if either number is not positive.
     """
@@ -93,11 +94,13 @@ class Topology:
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Returns (axes, before) for a hierarchical all-gather that runs over one axis of ranks after the other.
+        """Returns (axes, before): the axes of a hierarchical all-gather, and the number of hops that hpZ saves.
 
-        ``axes`` are the axes of the gather's hops, first hop first.  The first ``before`` hops bring each rank its part
-        of hpZ's copy of the weights, and a backward gather repeats only the hops after them.  The product of the axes'
-        sizes is the number of all ranks.  The hop along an axis of one rank sends nothing.
+        ``axes`` has one axis of ranks for each hop, first hop first.  The product of the axes' sizes is the number of
+        all ranks.  A hop along an axis of one rank sends nothing.
+
+        The first ``before`` hops bring each rank its part of hpZ's copy of the weights.  A backward gather begins with
+        this copy and repeats only the later hops.
 
         With 2 nodes of 4 ranks, ``secondary=4`` gives ((node, local), 1), and ``secondary=2`` gives
         ((node, outer, inner), 2).

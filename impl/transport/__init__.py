@@ -1,1 +1,4 @@
-"""What :mod:`impl.comm.wire` sends messages with: process groups, shared memory, thread ranks, a GPU's side streams."""
+"""Moves the messages of :mod:`impl.comm.wire`: by process groups, by shared memory, or between threads.
+
+Also runs work on a GPU's side streams.
+"""

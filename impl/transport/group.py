@@ -15,7 +15,7 @@ class MeshError(RuntimeError):
 
 
 def no_group() -> None:
-    """Return None; stands for :attr:`Group.handle` if the ranks are threads, which have no process groups."""
+    """Return None; the value of :attr:`Group.handle` if the ranks are threads, which have no process groups."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +38,10 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's process group.
+        """Torch's process group for the ranks of this group.
 
         Raises:
-            MeshError: after ``destroy_process_group()``, and if the ranks are threads.
+            MeshError: if ``destroy_process_group()`` has been called, or if the ranks are threads.
         """
         if self.handle is no_group:
             raise MeshError(

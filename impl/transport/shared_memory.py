@@ -58,9 +58,9 @@ class SharedMemoryError(RuntimeError):
 
 
 class FlagFunctions(ctypes.PyDLL):
-    """The functions ``post_flag`` and ``least_flag`` of the C++ library.
+    """Loads the C++ library, and declares its functions ``post_flag`` (set a flag) and ``least_flag`` (read flags).
 
-    Calls keep Python's global lock, because they never wait.
+    Calls of these functions keep Python's global lock, because they never wait.
     """
 
     def __init__(self, library: str) -> None:
@@ -93,7 +93,7 @@ def flag_functions() -> FlagFunctions | None:
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """Return the arguments with which ``Work.wait()`` is called: ``(limit,)`` for gloo, ``()`` for other backends.
+    """Return the arguments for ``Work.wait()``: ``(limit,)`` for gloo, ``()`` for other backends.
 
     With a limit, NCCL's ``wait()`` would block the host, and the ``wait()`` of ranks that are threads would raise an
     error.
@@ -172,11 +172,11 @@ class Arena:
     def claim(self) -> int:
         """Take a slot for the next exchange, and return the number of this exchange, counted from 1.
 
-        Waits until all ranks have read the messages of the exchange that used the slot before.
+        The slot may still hold messages of an earlier exchange.  The method waits until all ranks have read them.
 
         Raises:
             SharedMemoryError: if this rank has :data:`SLOTS` exchanges under way.
-            TimeoutError: if a rank has not read these messages when the timeout ends.
+            TimeoutError: if some rank has not read the earlier messages when the timeout ends.
         """
         if not self._free:
             axis = self.group.axis.name
@@ -199,8 +199,8 @@ class Arena:
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank has written its row of exchange ``number``.
 
-        ``mark`` is a 64-bit number that identifies the exchange in which this rank takes part.  :meth:`agree` compares
-        the ranks' marks.
+        ``mark`` is a 64-bit fingerprint of all exchanges that this rank has started, up to this one.  :meth:`agree`
+        compares the marks of all ranks, to find ranks that have made different calls.
         """
         self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
@@ -230,10 +230,11 @@ class Arena:
 
 
 class Flags:
-    """Flags in shared memory: one for each rank in each slot, where a slot is the memory of one exchange.
+    """Flags in shared memory by which ranks announce what they have done: one flag for each rank and slot.
 
-    A flag is the number of the last exchange in which the rank has done something with the slot.  In one set of flags,
-    this is that the rank has written its message; in another set, that it has read all messages.  A flag only grows.
+    A slot is the memory of one exchange at a time.  A flag holds the number of the last exchange in this slot for which
+    the rank has made its announcement, so it only grows.  An :class:`Arena` has two objects of this class.  In one, a
+    flag announces that the rank has written its message; in the other, that the rank has read all messages.
 
     Args:
         lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.
@@ -262,7 +263,7 @@ class Flags:
         _futex(self._addresses[slot][rank], _WAKE, 2**31 - 1, None)  # wakes all waiting processes
 
     def wait(self, slot: int, number: int, failure: str) -> None:
-        """Wait until the flags of all ranks for ``slot`` have reached ``number``.
+        """Wait until the flag of every rank for ``slot`` is at least ``number``, the number of an exchange.
 
         ``failure`` says in the error message what a late rank did not do, such as ``did not send``.
 
@@ -284,9 +285,9 @@ class Flags:
         self._least(slot)  # reads with acquire order, which the reads in the loop do not have
 
     def _least(self, slot: int) -> int:
-        """Return the smallest of all ranks' flags for ``slot``.
+        """Return the smallest flag for ``slot`` over all ranks.
 
-        The rows of an exchange can be read once the result is at least the number of this exchange.
+        If the result is at least the number of an exchange, all ranks have made their announcement for this exchange.
         """
         if self._functions is not None:
             return self._functions.least_flag(self._addresses[slot][0], self._size, LINE)  # type: ignore[no-any-return]

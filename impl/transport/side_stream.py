@@ -1,4 +1,4 @@
-"""Runs work on a second stream of a GPU, while the first stream computes, and tells when this work has ended."""
+"""Runs work on a second stream of a GPU while the first stream computes, and shows when the work has ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The end of some work that is enqueued on a side stream, for which other streams or the host can wait.
+    """Lets other streams or the host wait until some work on a side stream has ended.
 
-    ``event`` is None while the work is still being enqueued, and if there is no work.  :meth:`join` and :meth:`finish`
-    then return at once.
+    ``event`` is None in two cases: the work is still being enqueued, or there is no work.  In these cases :meth:`join`
+    and :meth:`finish` return at once.
     """
 
     event: torch.cuda.Event | None = None  # recorded on the side stream after the work
@@ -44,14 +44,15 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
-        """Context that enqueues the GPU work of its body on this stream, after all earlier work of the current stream.
+        """Run the body of ``with`` so that its GPU work goes to this stream, after all earlier work of the current one.
 
-        Yields an :class:`Arrival` for the end of the body's work.  Its ``event`` is set when the context is left.
+        Yields an :class:`Arrival`, with which others can wait for the end of the body's work.  The ``event`` of the
+        :class:`Arrival` is set when the context is left.
 
         Args:
-            posted: True if the body begins by waiting for messages that the current stream has just posted.  Since such
-                messages are sent after all earlier work of the current stream, this wait also covers that work, and
-                the context adds no wait of its own.
+            posted: True if the body begins by waiting for messages that the current stream has just posted.  Such
+                messages are sent after all earlier work of the current stream.  So the wait for the messages is enough,
+                and the context does not make this stream wait for the current stream.
         """
         arrival = Arrival()
         if not posted:

@@ -8,8 +8,9 @@ rank that can go on.  This has four consequences:
 * Torch's random generators exist once in a process.  Their states are exchanged when the turn passes, so each rank
   has states of its own.  Dropout and initial weights are therefore the same as with ranks that are processes.
 * A rank needs no lock to read what other ranks have written, because no other rank runs at that time.
-* If no rank can go on, then the ranks have made different calls, or a rank has ended early.  This is known at once.
-  A wait has no time limit: while one rank waits, up to 127 others compute one after the other.
+* If no rank can go on, then the ranks have made different calls, or a rank has ended early.  This module sees that at
+  once, and raises an error.  Therefore a wait needs no time limit.  It has none, since one of 128 ranks may wait while
+  the 127 others compute one after the other.
 
 A message is not copied.  The ranks of a group that take part in an exchange share one tensor with a row for each
 rank.  A rank encodes straight into its own row, and the other ranks read this row in place (:class:`Arena`).  The
@@ -101,11 +102,12 @@ class ThreadRank:
     def wait(self, event: Event, patience: float = math.inf) -> bool:
         """Let other ranks run until ``event`` has happened, and return True; return False if it can never happen.
 
-        An event can never happen if no rank can go on.  Several ranks may then be waiting.  Only the ranks with the
-        largest ``patience`` (seconds) get False, and the other ranks wait on.
+        If all ranks that have not ended wait, none of their events can happen.  Then only the ranks with the largest
+        ``patience`` get False and go on.  The others keep waiting.  ``patience`` (seconds) limits no time; it only
+        decides which ranks give up first.
 
-        This order matters for error reports.  A rank that waits for a message has a large patience, and fails first.  A
-        rank that waits for the error reports of others has a small patience, and still gets the report of the first.
+        A rank that waits for a message has a large patience, so it gets False first, and reports an error.  A rank that
+        waits for the error reports of other ranks has a small patience, so it is still waiting when the report comes.
         """
         self.world.check()
         if not event.happened:
@@ -119,9 +121,8 @@ class ThreadRank:
     def share(self, value: T) -> list[T]:
         """Exchange values between all ranks: return the ``value`` of every rank, in rank order.
 
-        All ranks must call this equally often: the first call of one rank belongs together with the first calls of all
-        other ranks, the second with the second calls, and so on.  The values are handed over without a copy, so nobody
-        may change them afterwards.
+        All ranks must call this equally often: the n-th calls of all ranks exchange values with one another.  The
+        values are handed over without a copy, so nobody may change them afterwards.
 
         Raises:
             ThreadRankError: if another rank never makes its call.
@@ -256,7 +257,10 @@ class ThreadWorld:
         event.waiting.clear()
 
     def pass_turn(self, rank: ThreadRank) -> None:
-        """Let other ranks run until ``rank`` can go on, or until no rank can go on and ``rank`` must give up its wait.
+        """Let other ranks run, and return when ``rank`` gets its turn again.
+
+        ``rank`` gets it when the event for which it waits has happened.  It also gets it when no rank can go on and
+        :meth:`_give_turn` makes ``rank`` give up its wait.
 
         Raises :class:`Stopped` if the run has failed meanwhile.
         """
@@ -314,7 +318,7 @@ class ThreadWorld:
 
 @dataclass(slots=True, eq=False)
 class ThreadStore:
-    """A store of keys and values for ranks that are threads, with those methods of torch's ``Store`` that are needed.
+    """A key-value store for ranks that are threads, with the methods of torch's ``Store`` that the project uses.
 
     While a rank waits for a key, other ranks run.
     """
@@ -364,9 +368,9 @@ class ThreadStore:
     def wait(self, keys: Sequence[str], timeout: timedelta = timedelta.max) -> None:
         """Wait until all ``keys`` are set.
 
-        Raises a RuntimeError if no rank can go on, because a missing key is then never set.  If several ranks wait at
-        that moment, the ranks with the longest ``timeout`` get the error first.  The timeout has no other effect.  In a
-        thread that is not a rank's, the error is raised at once if a key is missing.
+        Raises a RuntimeError if all ranks that have not ended wait, because a missing key is then never set.  The ranks
+        with the longest ``timeout`` get the error first; the timeout has no other effect.  In a thread that is not a
+        rank's, a missing key raises the error at once.
         """
         missing = {self.prefix + key for key in keys} - self._values.keys()
         if not missing:
@@ -404,9 +408,10 @@ def under(store: Store | ThreadStore, prefix: str) -> Store | ThreadStore:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """One exchange of a group: a tensor with the messages of all ranks, and which ranks have posted and read.
+    """One exchange of a group: a tensor with the messages of all ranks, and a record of who has written and read it.
 
-    On a GPU, each rank that writes or reads the tensor records an event on its stream afterwards.
+    On a GPU, a rank that has written to the tensor, or read it, records an event on its stream.  Other ranks' streams
+    wait for these events.
     """
 
     whole: Tensor  # (ranks, bytes) uint8
@@ -427,8 +432,8 @@ _Rounds = dict[int, _Round]  # by number of the exchange in its arena
 class Arena:
     """Lets one rank that is a thread exchange messages with a group of ranks, in memory that all of them share.
 
-    Each rank of the group constructs an arena of its own, and these arenas belong together.  If a rank constructs
-    several arenas for the same group, all ranks of the group must do so in the same order.
+    Each rank of the group constructs an arena of its own, and through these arenas they exchange messages.  If the
+    ranks construct several arenas for the same group, all of them must do so in the same order.
 
     Args:
         rank: this rank.
@@ -454,8 +459,8 @@ class Arena:
     def row(self, number: int, nbytes: int) -> Tensor:
         """Return this rank's row (nbytes,) uint8 of exchange ``number``, to write its message to.
 
-        If another rank has started this exchange with messages of another size, the ranks do not run the same program.
-        The result is then memory that no other rank reads, and :meth:`agree` returns False.
+        If another rank has begun this exchange with messages of another size, the ranks have made different calls.  The
+        result is then memory that no other rank reads, and :meth:`agree` returns False.
         """
         if (found := self._rounds.get(number)) is None:
             found = self._rounds[number] = self._fresh(nbytes)
@@ -468,8 +473,8 @@ class Arena:
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank has written its row of exchange ``number``.
 
-        ``mark`` is a 64-bit number that identifies the exchange in which this rank takes part.  :meth:`agree` compares
-        the ranks' marks.
+        ``mark`` is a 64-bit fingerprint of all exchanges that this rank has started, up to this one.  :meth:`agree`
+        compares the marks of all ranks, to find ranks that have made different calls.
         """
         self._world.check()
         found = self._rounds[number]
@@ -513,7 +518,7 @@ class Arena:
     def _fresh(self, nbytes: int) -> _Round:
         """Return a new exchange whose messages have ``nbytes`` bytes each.
 
-        Its tensor is that of a finished exchange of this size if there is one, and otherwise a new tensor.
+        The new exchange takes over the tensor of a finished exchange of this size; if there is none, it gets a new one.
         """
         size = len(self._ranks)
         if free := self._world.free[size * nbytes]:

@@ -56,9 +56,11 @@ class Meter:
 class Reserve:
     """A pool of flat buffers whose elements have one type; the meter counts their bytes as ``part``.
 
-    A buffer is reused only for a request of exactly its size.  Free buffers and buffers in use may together have as
-    many elements as were in use at one time in the last pass, or in the present pass so far, whichever is more.  Beyond
-    this limit, the pool drops free buffers, the largest first.
+    A buffer is reused only for a request of exactly its size.
+
+    The pool has a limit for the elements of all its buffers, free or in use.  The limit is the most elements that were
+    in use at one time in the last pass, or in the present pass so far if that is more.  To stay within the limit, the
+    pool drops free buffers, the largest first.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
@@ -100,7 +102,7 @@ class Reserve:
     def _shrink(self, most: int) -> None:
         """Drop free buffers, the largest first, until all buffers together have at most ``most`` elements.
 
-        Buffers in use are never dropped, so afterwards they alone may have more elements.
+        Buffers in use are never dropped.  If they alone have more than ``most`` elements, the pool stays over it.
         """
         while self._held > most and any(self._free.values()):
             largest = max(size for size, free in self._free.items() if free)
@@ -139,18 +141,19 @@ class HostMemory:
         return memory
 
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
-        """Context that enqueues the work of its body on the side stream for copies from the host.
+        """Return a context for ``with`` whose body runs on the side stream that copies from the host.
 
-        The work of the body starts after all work that the current stream has enqueued so far, and overlaps with work
-        that the current stream enqueues later.  Yields an :class:`Arrival`, with which later work can wait for the end
-        of the body's work.  On a CPU there is no side stream, and the body's work is done at once.
+        The GPU work of the body starts after everything that the current stream has enqueued so far, and overlaps with
+        what the current stream enqueues later.  The context yields an :class:`Arrival`, with which later work can wait
+        for the end of the body's work.  On a CPU there is no side stream, and the body's work is done at once.
         """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
         """Copy ``source`` to ``target`` on the current stream; one of the two tensors is in host memory.
 
-        The bytes are added to ``copied``, under the direction ``way``, the ``purpose`` and the name of the unit.
+        The attribute ``copied`` counts the bytes, by the direction ``way``, the ``purpose`` and the name of the
+        ``unit``.
         """
         target.copy_(source, non_blocking=True)
         self.copied[CopyKey(way, purpose, unit)] += source.nbytes
@@ -158,8 +161,8 @@ class HostMemory:
     def stage(self, numel: int) -> Tensor:
         """Return a buffer (numel,) fp32 on the device, which the caller fills and then passes to :meth:`download`.
 
-        There are :data:`STAGED` buffers, and calls return them in turn.  The current stream first waits until the last
-        copy out of the returned buffer has ended.
+        There are :data:`STAGED` such buffers, which successive calls return in turn.  If the returned buffer
+        is still being copied to the host from an earlier use, the current stream waits for the end of this copy.
         """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
@@ -211,7 +214,7 @@ class Passes:
 def recomputing() -> bool:
     """Return whether autograd is running a backward pass in this thread.
 
-    A module that is called during a backward pass is recomputed, for activation checkpointing.
+    If a module is called during a backward pass, activation checkpointing is recomputing it.
     """
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 

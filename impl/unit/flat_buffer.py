@@ -52,7 +52,10 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit, as two leaves: one to compute with, and a placeholder for the time between uses."""
+    """A parameter of a unit, as two objects: one has values while the unit is gathered, the placeholder never has.
+
+    Modules hold the first while the unit is in use, and the placeholder at other times.
+    """
 
     # the leaf that operations compute with: a view of the flat buffer; it has no values while the unit is sharded
     parameter: nn.Parameter
@@ -63,7 +66,7 @@ class Member:
     no_values: Tensor  # the data of both leaves while there is no flat buffer: one NaN, expanded to the shape
 
     def place(self, shown: nn.Parameter) -> None:
-        """Put ``shown``, which is the parameter or the placeholder, into all modules that hold this member."""
+        """Put ``shown`` into all modules that hold this member; it is ``parameter`` or ``placeholder``."""
         for module, name in self.holders:
             module._parameters[name] = shown  # noqa: SLF001  # setattr would register the parameter anew
 
@@ -73,9 +76,8 @@ class FlatBuffer:
 
     ``members`` are the unit's parameters, in the order in which they lie in the flat buffer.
 
-    The constructor gets the model's parameters as ``originals``, and for each of them the modules that hold the
-    parameter as ``holders``.  The constructor puts placeholders into these modules, and frees the memory of the
-    originals' values.
+    The constructor puts placeholders into the model's modules, and frees the values of the user's parameters.  It gets
+    these parameters as ``originals``.  For each of them, ``holders`` lists the modules that hold the parameter.
     """
 
     def __init__(
@@ -162,8 +164,9 @@ class FlatBuffer:
     def conceal(self, *, sharded: bool) -> None:
         """Put the placeholders, which have no values, into the modules in place of the parameters.
 
-        With ``sharded``, the parameters are turned into placeholders too, since they will lose their values.  If a user
-        has kept a parameter from a pass and uses it later, the use then gathers the unit again, or raises an error.
+        ``sharded`` says that the weights are about to be freed, or are stale.  In that case the parameter objects
+        themselves become placeholders too.  So if a user has kept a parameter object from a pass, using it later
+        gathers the unit again or raises an error, and never computes with old or missing values.
         """
         self._marks = []
         for member in self.members:
@@ -188,8 +191,9 @@ class FlatBuffer:
 class InUnit:
     """Gathers a sharded unit when an operation uses one of its parameters, and returns the parameter's values.
 
-    This is the :class:`~impl.unit.placeholder.Keeper` of a member of the unit: of the parameter itself, and of the
-    placeholder that modules hold in the parameter's place.  It has only a weak reference to the flat buffer.
+    It is the *keeper* of a member's parameter or placeholder: the object that an operation asks for values if one of
+    its arguments has none (:class:`~impl.unit.placeholder.Keeper`).  The keeper has only a weak reference to the flat
+    buffer.
     """
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
@@ -197,6 +201,8 @@ class InUnit:
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Have the unit gather its weights, and return the parameter, which then has values.
+
+        The arguments are those of every keeper, and are not needed here.
 
         Raises:
             ZeroError: if no pass is running, or if the model and its engine no longer exist.
@@ -211,10 +217,11 @@ class InUnit:
 
 
 class Taken:
-    """Raises an error if a parameter object is used that shard() has replaced in the model by another object.
+    """Raises an error when an operation uses a parameter object that the model had before shard().
 
-    A user may have kept the old object, for example in an optimizer, and computing with it would train nothing.  This
-    is the old object's :class:`~impl.unit.placeholder.Keeper`, which operations ask for values.
+    shard() puts other objects into the modules.  A user may have kept the old object, for example in an optimizer, but
+    computing with it would train nothing.  An operation asks the *keeper* of the old object for its values, and this
+    class is that keeper (:class:`~impl.unit.placeholder.Keeper`).
     """
 
     def __init__(self, name: str) -> None:

@@ -93,7 +93,10 @@ class GradientReduction:
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce with the axes and codecs of ``policy`` from now on; errors that error feedback carries are kept."""
+        """Reduce gradients with the axes and codecs of ``policy`` from now on.
+
+        The encoding errors that error feedback keeps for later steps are not cleared.
+        """
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:
@@ -122,7 +125,7 @@ class GradientReduction:
         self._pads = way.pads
 
     def _way(self, policy: Policy) -> _Way:
-        """Return how the unit's gradient is reduced with the axes and codecs of ``policy``."""
+        """Return the object that reduces the unit's gradient as ``policy`` says, with facts about its codecs."""
         geometry, wire = self._geometry, self._wire
         if policy.own_reduce is not None and geometry.trainable:
             if self.own is None:  # otherwise its state would be lost
@@ -144,16 +147,18 @@ class GradientReduction:
     # Collecting
 
     def begin(self) -> bool:
-        """Begin to collect this pass's gradients, unless the unit has begun to collect them already.
+        """Prepare to collect a gradient that has arrived, and return whether other reductions should post messages now.
 
-        To be called when a gradient arrives, before :meth:`collect`.
+        To be called before :meth:`collect`, for every gradient.  The unit's first gradient in a pass marks the
+        gradients of all its parameters as missing.
 
-        Returns True if the caller should now post the next messages of other units' reductions.  This is the case for
-        the first gradient of a block's unit in a pass: all ranks then post in the same order.
+        The result is True for the first gradient of a block's unit in a pass.  The caller then posts the next messages
+        of other units' reductions, in the same order on all ranks.
 
-        It is not the case for the root's unit, which has the parameters outside of blocks, nor for the persistent unit,
-        which has small parameters.  Their gradients may arrive just after the reduction of a block has started.  This
-        rank would then have to wait at once for the block's first hop, in order to post the second.
+        The result is False for later gradients, and always for two units: the root's unit, which has the parameters
+        outside of blocks, and the persistent unit, which has small parameters.  A gradient of these units may arrive
+        just after a block's reduction has started.  To post the block's second hop then, this rank would first have to
+        wait for the first hop.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -169,13 +174,14 @@ class GradientReduction:
         return len(self.missing) == len(self._members) and not self._outer
 
     def collect(self, number: int, *, is_next: bool) -> bool:
-        """Move the gradient that has just arrived at parameter ``number`` of the unit to its place in ``local``.
+        """Move the gradient that has just arrived into the unit's buffer; return whether all gradients have arrived.
 
-        ``local`` is the buffer in which this rank's gradients of the unit are collected.  To be called after
-        :meth:`begin`.  Returns whether all gradients of the unit have now arrived.
+        To be called after :meth:`begin`.
 
-        ``is_next`` says whether this reduction is the next that will start.  If so, ``local`` may be the message of the
-        first hop itself, so that the gradient need not be copied again.
+        Args:
+            number: the index in the unit of the parameter whose gradient has arrived.
+            is_next: whether this unit's reduction is the next that will start.  If so, the buffer may be the message of
+                the first hop itself, so that the gradient need not be copied again.
         """
         self._add(number, self._members[number].parameter, is_next=is_next)
         self.missing.discard(number)
@@ -184,14 +190,16 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int, *, is_next: bool) -> None:
-        """Add a gradient that has arrived at a placeholder to ``local``, the buffer of this rank's gradients.
+        """Add a gradient that has arrived at a placeholder to the unit's buffer of gradients.
 
-        The placeholder is the object without values that modules hold in place of parameter ``number`` while the unit
-        is sharded.  It gets a gradient if an ``autograd.Function`` was called with it.  The gradient of the parameter
-        itself still counts as missing, since it may arrive later.  If it does not, the reduction starts at the end of
-        the pass.
+        While the unit is sharded, modules hold a placeholder, an object without values, in place of a parameter.  The
+        placeholder gets a gradient if an ``autograd.Function`` was called with it.  The gradient of the parameter
+        itself still counts as missing, since it may arrive later.  If it never arrives, the reduction starts at the end
+        of the pass.
 
-        ``is_next`` says whether this reduction is the next that will start.
+        Args:
+            number: the index of the parameter in the unit.
+            is_next: whether this unit's reduction is the next that will start.
         """
         self.begin()
         self._add(number, self._members[number].placeholder, is_next=is_next)
@@ -199,14 +207,14 @@ class GradientReduction:
     def _add(self, number: int, leaf: nn.Parameter, *, is_next: bool) -> None:
         """Add ``leaf.grad`` to the parameter's part of the unit's local gradient, and set ``leaf.grad`` to None.
 
-        The local gradient (``self.local``) is one flat tensor with the parts of all parameters of the unit.  The first
-        gradient of a parameter in a pass is copied into its part, which holds arbitrary values before.
+        The local gradient (``self.local``) is one flat tensor with a part for each parameter of the unit.  A part holds
+        arbitrary values at first, so the first gradient of a parameter is copied there, and later ones are added.
 
         Args:
-            number: Index of the parameter in the unit.
-            leaf: The parameter itself, or its placeholder.
-            is_next: Whether the unit is the next to be reduced; it matters only if the local gradient is not yet
-                allocated.
+            number: the index of the parameter in the unit.
+            leaf: the parameter itself, or its placeholder.
+            is_next: whether this unit's reduction is the next that will start; it matters only if the local gradient is
+                not yet allocated.
         """
         flat = self._open(is_next=is_next) if self.local is None else self.local
         shape, strides, offset = self._members[number].view
@@ -237,14 +245,18 @@ class GradientReduction:
         self._arrived.clear()
 
     def _open(self, *, is_next: bool) -> Tensor:
-        """Choose the memory (P,) in which this rank's gradients are collected, make it ``local``, and return it.
+        """Choose the memory (P,) in which this rank's gradients are collected, and return it.
 
-        A pass that only accumulates takes a buffer of the reserve (a pool), with elements in fp32.  A pass that reduces
-        takes the first possible memory in this list:
+        The attribute ``local`` is this memory from now on.
 
-        - the memory of the masters' gradients, on a single rank, where the local gradient is the mean;
-        - the message of hop 1, if this reduction ``is_next`` and the codec sends the elements as they are;
-        - a buffer of the reserve, with elements in the compute type.
+        A pass that adds up gradients without reducing them takes an fp32 buffer from the pool (the reserve).  A pass
+        that reduces takes the first possible memory in this list:
+
+        - on a single rank, where the local gradient is the mean, the memory of the masters' gradients; this is possible
+          if the shard is on the device, no master has a gradient, and no user's own class reduces the gradients;
+        - the message of hop 1, if the codec sends the elements as they are, and if this reduction will be the next to
+          start (``is_next``);
+        - a buffer from the pool, in the compute type.
         """
         reduces = not self._passes.accumulating
         if reduces and self.own is None and not self.collective.hops and self._in_place:
@@ -325,8 +337,10 @@ class GradientReduction:
     def start(self) -> None:
         """Start the reduction with the gradients that have arrived, and post the first hop.
 
-        On a GPU, all later hops are enqueued here too, on a side stream.  They are not if a user's own class reduces
-        the gradients, or if the wire has an observer, an object that looks at the gradients.
+        On a GPU whose stream waits for messages, as with NCCL, this method also enqueues all later hops, on a side
+        stream.  In two cases it leaves them to :meth:`post_next_hop`, as elsewhere: if a user's own class reduces the
+        gradients, and if the wire has an observer, an object that looks at the gradients.  On one rank there is no hop,
+        and the method finishes the reduction, unless a user's own class reduces the gradients.
         """
         self.missing.clear()
         self.progress = Progress.FAILED  # stays so if this method is interrupted
@@ -391,8 +405,9 @@ class GradientReduction:
     def average(self, gradient: Tensor) -> Tensor:
         """Return this rank's shard (S,) fp32 of the mean of ``gradient`` (P,) over all ranks.
 
-        The masters' gradients stay as they are, but the errors that error feedback carries change.  The method is for
-        checks outside of backward passes, which restore these errors afterwards.  All ranks must call it.
+        The masters' gradients stay as they are, but the encoding errors that error feedback keeps change.  The method
+        is for checks between backward passes; such a check must restore these errors afterwards.  All ranks must call
+        the method.
         """
         reduction = self.collective
         key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
@@ -448,20 +463,21 @@ class GradientReduction:
     def kept_errors(self) -> Errors | None:
         """Return the errors of earlier encodings that are kept for this step or for later steps (error feedback).
 
-        With a schedule of policies, the present policy may have no error feedback.  The result is then the errors that
-        the last policy with error feedback has left.  Returns None if no errors are kept.
+        In a schedule, the present policy may have no error feedback, but an earlier policy may have left errors that a
+        later policy will use.  These errors are returned too.  Returns None if no errors are kept.
         """
         return self.feedback() if self._errors is None or self._feedback is not None else self._errors
 
     @property
     def remembers(self) -> bool:
-        """Whether a user's own class reduces this unit's gradients and has a state on which the next mean depends."""
+        """Whether a user's own class reduces this unit's gradients and keeps a state from one reduction to the next."""
         return self.own is not None and bool(self.own.state())
 
     def clear_feedback(self) -> None:
-        """Set the errors that error feedback carries to zero, and construct the object of a user's own reduction anew.
+        """Set the encoding errors of error feedback to zero; to be called on all ranks.
 
-        To be called on all ranks if the gradients of this step are not used, for example after an overflow.
+        If a user's own class reduces the gradients, its object is constructed anew.  The method is for steps whose
+        gradients are not used, for example after an overflow.
         """
         if self._errors is not None:
             self._errors.clear()
@@ -469,10 +485,10 @@ class GradientReduction:
             self.own.reset()
 
     def reset(self) -> None:
-        """Carry nothing over from earlier reductions, as a new engine does; to be called on all ranks.
+        """Forget everything that earlier reductions have left, so that the next one begins as in a new engine.
 
-        The errors that error feedback carries are set to zero, and the object of a user's own reduction is constructed
-        anew.
+        The encoding errors of error feedback are set to zero.  If a user's own class reduces the gradients, its object
+        is constructed anew.  To be called on all ranks.
         """
         if self._errors is not None:
             self._errors.reset()
@@ -481,7 +497,7 @@ class GradientReduction:
 
 
 class _Way(NamedTuple):
-    """How a unit's gradient is reduced with one policy."""
+    """The object that reduces a unit's gradient under one policy, and what the caller must know about its codecs."""
 
     collective: Reduction | OwnReduction  # the object that reduces
     feedback: Feedback | None  # None: no errors are carried
@@ -491,9 +507,9 @@ class _Way(NamedTuple):
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Return whether a zero decodes to zero in every block of ``codec``.
+    """Return whether ``codec`` is known to decode each zero as zero.
 
-    This is known of casts, and of integer and floating-point codecs with scales but without offsets or rotation.  For
-    all other codecs, such as users' codecs, the result is False.
+    Casts do, and so do integer and floating-point codecs with scales but without offsets or rotation.  For all other
+    codecs, such as users' codecs, the result is False.
     """
     return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))

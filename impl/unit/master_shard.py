@@ -68,7 +68,9 @@ Version = tuple[int, int]
 
 
 class MasterShard:
-    """One rank's shard (S,) of one unit, with the masters, which are views of the shard, and with their gradients.
+    """Holds one rank's shard (S,) of one unit, and its gradient.
+
+    The masters are views of the shard, one for each optimizer group, which the optimizer steps.
 
     Args:
         geometry: the unit's layout.
@@ -125,7 +127,7 @@ class MasterShard:
 
     @property
     def version(self) -> Version:
-        """The version of the weights; it changes when a change is reported, and when torch counts a write."""
+        """The version of the weights, two counters: reported changes, and writes that torch's version counter shows."""
         return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
     @property
@@ -269,7 +271,8 @@ class MasterShard:
     def check_unwritten(self) -> None:
         """Raise a ZeroError if masters were written since :meth:`mark` in a way that torch does not count.
 
-        Such a write goes unnoticed otherwise, and a pass could compute with copies of the old values.
+        ``p.data.copy_(values)`` is such a write.  The engine cannot see it by torch's version counter, so without this
+        check a pass could compute with copies of the old values.
         """
         if self._sums is None or self._sums[0] != self.version:
             return  # the change is known, so no copy will be reused
@@ -283,7 +286,7 @@ class MasterShard:
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
-        """Use ``codec`` to encode the shard from now on, and compute the bytes of the encoded shard."""
+        """Use ``codec`` to encode the shard from now on, and note how many bytes the encoded shard will have."""
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
@@ -388,10 +391,10 @@ class MasterShard:
                     master.grad.copy_(mean[start:end])
 
     def gradient(self) -> Tensor:
-        """Return the memory (S,) fp32 of the masters' gradients.
+        """Return the memory (S,) fp32 in which the masters' gradients lie; it is host memory if the shard is offloaded.
 
-        If no master has a gradient, but a user still holds an earlier gradient, the user keeps the old memory, and the
-        method returns new memory.
+        The same memory is used in every step, with one exception: if the gradients have been cleared, but a user still
+        holds an earlier gradient in this memory, the user keeps it, and the method returns new memory.
         """
         host = self.placement.shard
         if self._mean is not None and handles(self._mean) > ALONE and self.fresh:
@@ -405,8 +408,8 @@ class MasterShard:
     def _kept_by_user(self) -> bool:
         """Return whether a user holds the memory in which the masters' gradients are kept (:meth:`gradient`).
 
-        Torch counts the references to a memory.  A user holds it if there are more references than those of the
-        masters' gradients and of this object.
+        Torch counts the references to the memory.  A user holds one of them if there are more references than this
+        object and the masters' gradients have.
         """
         own = sum(self._is_own(master, start, end) for master, start, end in self._spans)
         return self._mean is not None and handles(self._mean) > ALONE + own
@@ -435,12 +438,11 @@ class MasterShard:
     def own_gradients(self) -> Iterator[Tensor]:
         """Yield the parts (n,) of the masters' gradients that this rank counts in a gradient norm.
 
-        If several ranks hold copies of the shard, each of them counts a different part, so that the norm over all ranks
-        counts each element once.
+        If several groups of ranks hold copies of all states, several ranks hold the same shard.  Each of them counts a
+        different part of it, so that the norm over all ranks counts each element once.
 
-        With local steps (DiLoCo), each state group (ranks among which one copy of all states is sharded) has gradients
-        of its own, and computes a norm over its own ranks.  No two ranks of a group hold the same shard, so each rank
-        counts the gradients of its whole shard.
+        With local steps (DiLoCo), each group has gradients of its own, and computes a norm over its own ranks only.
+        There each rank counts its whole shard, since no other rank of its group holds the same shard.
         """
         apart = self._anchor is not None
         low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)

@@ -1,8 +1,9 @@
 """Calls a user's own class, which reduces the gradients or gathers the weights of one unit on one rank.
 
-Such a class is called a *method*, and a unit is a group of parameters.  :class:`Method` is what the two base classes
-for users' classes have in common.  The engine calls a user's class through :class:`MethodDriver`, which constructs the
-object, copies its state, and names the class, the rank and the unit in every error.
+Such a class is called a *method*, and a unit is a group of parameters.  There are two base classes for users' classes,
+one for reductions and one for gathers; both inherit from :class:`Method`.  The engine calls a user's class through
+:class:`MethodDriver`, which constructs the object and copies its state.  Every error of a :class:`MethodDriver` names
+the class, the rank and the unit.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
-        """Wait for the result of what ``start()`` has begun, and return this result."""
+        """Complete the reduction or gather that ``start()`` has begun, and return its result."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return, by name, the tensors on which later results depend, such as the errors of error feedback.
+        """Return a dict of the tensors on which later results depend, such as the errors of error feedback.
 
         This base class returns ``self.kept``.  A class that keeps its state elsewhere defines both :meth:`state` and
         :meth:`load`.
@@ -155,10 +156,10 @@ class MethodDriver:
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
-        """Return the messages that the function ``bytes()`` of the user's class declares for one reduction or gather.
+        """Return the messages of one reduction or gather, as the user's class declares them by its ``bytes()``.
 
-        For a class that gathers weights, ``gather`` describes the gather.  For a class that reduces gradients, nothing
-        is passed.  Returns None if the class has no function ``bytes()``.
+        ``gather`` describes the gather, if the class gathers weights; it is left out if the class reduces gradients.
+        Returns None if the class has no function ``bytes()``.
         """
         return declared(self.method, self._instance, self.unit, topology, *gather)
 
@@ -207,9 +208,10 @@ class MethodDriver:
             raise self._error(f"{name}() raised {raised(error)}") from error
 
     def _checked(self, result: Any, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """Return ``result``, which the user's finish() has returned, after checking its shape (numel,) and ``dtype``.
+        """Check that ``result``, which the user's finish() has returned, is a tensor (numel,) of ``dtype``; return it.
 
-        Raises a ZeroError if it is no such tensor.  ``what`` describes the result that is expected, for the error.
+        The returned tensor is detached from autograd.  Raises a ZeroError if the check fails.  ``what`` says in the
+        error message what finish() has to return.
         """
         name = str(dtype).removeprefix("torch.")
         if not isinstance(result, Tensor):

@@ -1,8 +1,8 @@
-"""Takes one unit's outer step (DiLoCo, 2311.08105): groups of ranks average what they have trained apart.
+"""Takes one unit's outer step (DiLoCo, 2311.08105), which brings the weights of all groups of ranks together again.
 
 Between two outer steps, each group of ranks trains by itself, without messages to other groups.  Each rank keeps the
-*anchor*: its shard of the weights after the last outer step, which is the same in all groups.  An outer step has these
-parts:
+*anchor*: its shard of the weights after the last outer step.  This anchor is the same in all groups.  An outer step has
+four parts:
 
 1. Each group subtracts its masters from the anchor.
 2. The differences are averaged over all groups, by messages in the codec that the policy gives for gradients between
@@ -94,12 +94,16 @@ class OuterStep:
         self._master_shard.load_part(0, self._geometry.shard, anchor)
 
     def clear_feedback(self) -> None:
-        """Set to zero the errors of encoding that an outer step adds to the values of the next one (error feedback)."""
+        """Set to zero the encoding errors that each outer step keeps for the next outer step (error feedback)."""
         if self._errors is not None:
             self._errors.clear()
 
     def reset(self) -> None:
-        """Begin outer steps anew, as a new engine does: the anchor is the present shard, momentum and errors are 0."""
+        """Begin outer steps anew, as a new engine does.
+
+        The anchor becomes a copy of this rank's present shard.  The momentum, and the encoding errors that error
+        feedback keeps, become zero.
+        """
         self._anchor.copy_(self._master_shard.master)
         if self._speed is not None:
             self._speed.zero_()

@@ -160,8 +160,9 @@ class OwnWeightGather:
     def _present(self) -> Change:
         """Return how the weights have changed since the last gather: ``unchanged``, ``stepped`` or ``loaded``.
 
-        The changes are those that :meth:`end` and :meth:`distrust` have noted.  A write to the master that was not
-        reported there counts as ``stepped``, if torch's version counter shows the write.
+        The result is the change that :meth:`end` or :meth:`distrust` has noted.  If they have noted none, but torch's
+        version counter shows a write to the master, the result is ``stepped``.  It is ``loaded`` before the first
+        gather, and after a gather that was interrupted when it started.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change
@@ -169,17 +170,17 @@ class OwnWeightGather:
     def end(self, change: Change) -> None:
         """Note how the weights have changed; the next gather passes this ``change`` to the user's class.
 
-        If this method is called several times before the next gather, ``loaded`` replaces ``stepped``, and both replace
-        ``unchanged``, whatever the order of the calls.
+        If this method is called several times before the next gather, the strongest change counts: ``loaded`` before
+        ``stepped``, and ``stepped`` before ``unchanged``.
         """
         if change != "unchanged" and self._change != "loaded":
             self._change = change
 
     def distrust(self) -> None:
-        """Make the next gather tell the user's class that weights were ``loaded``, even if they were not.
+        """Make the user's class send the weights afresh in the next gather, without relying on earlier gathers.
 
-        The class then does not rely on what earlier gathers have sent.  To be called if some ranks may not have
-        received all messages of earlier gathers.
+        For this, the next gather tells the class that the weights were ``loaded``, even if they were not.  To be called
+        if some ranks may not have received all messages of earlier gathers.
         """
         self._change = "loaded"
 
@@ -189,12 +190,12 @@ class OwnWeightGather:
         self.distrust()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the tensors that a resumed run needs, by name.
+        """Return a dict of copies of the tensors that a resumed run needs.
 
-        These are the tensors in the state of the user's object, and one tensor more with two integers.  The first
-        integer is the optimizer step at the last gather that told the object that the weights were ``loaded``.  The
-        second says how the weights have changed since the last gather: 0 for ``unchanged``, 1 for ``stepped``, 2 for
-        ``loaded``.
+        It has the tensors of the user's object, and one more tensor, which holds two integers:
+
+        - the optimizer step at the last gather in which the user's object was told that the weights were ``loaded``;
+        - how the weights have changed since the last gather: 0 for ``unchanged``, 1 for ``stepped``, 2 for ``loaded``.
         """
         return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
 

@@ -83,7 +83,10 @@ class OwnReduction(MethodDriver):
         return False
 
     def open_message(self) -> Exchange:
-        """Raise a ZeroError; the method exists only because the class has the interface of a reduction."""
+        """Raise a ZeroError: a user's class makes its messages itself, so there is none to write gradients to.
+
+        :class:`~impl.comm.reduce_scatter.Reduction` has such a method, and this class has the same interface.
+        """
         raise self._error("gradients cannot be collected in a message: pass the whole gradient to start()")
 
     def start(
@@ -114,7 +117,7 @@ class OwnReduction(MethodDriver):
     def finish(self) -> Tensor:
         """Return this rank's shard (S,) fp32 of the mean gradient, which the user's object has computed.
 
-        It is a copy, in the memory ``out`` that :meth:`start` was given, or in new memory if ``out`` was None.
+        The mean is copied to the memory ``out`` that :meth:`start` was given, or to new memory if ``out`` was None.
         """
         mean = self.mean_of_method()
         return mean.clone() if self._out is None else self._out.copy_(mean)
@@ -136,5 +139,5 @@ class OwnReduction(MethodDriver):
         return mean
 
     def close(self) -> None:
-        """Forget the memory that :meth:`start` was given for the mean."""
+        """Drop the reference to ``out``, the memory for the mean that :meth:`start` was given."""
         self._out = None

@@ -80,9 +80,9 @@ class Placeholder(nn.Parameter):
     Each placeholder has a *keeper*, an object that provides the values to operations that need them, or raises an
     error.
 
-    If the keeper raises an error, ``detach()`` does not raise it, but returns a new placeholder, and every use of the
-    new placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for every
-    parameter, before a hook can replace the results by values.
+    Torch's ``state_dict()`` calls ``detach()`` for every parameter, before a hook can replace the results by values.
+    Therefore ``detach()`` does not raise a keeper's ZeroError.  It returns a new placeholder instead, and every use of
+    the new placeholder raises that error.
     """
 
     @classmethod
@@ -131,15 +131,15 @@ class Placeholder(nn.Parameter):
 class _Detached:
     """Keeper of a placeholder that never gets values: every use raises a ZeroError with the text ``refusal``.
 
-    ``detach()`` of a placeholder returns such a placeholder if the values cannot be used at the moment.  ``refusal`` is
-    then the text of the error that says why.
+    ``detach()`` returns a placeholder with this keeper if the original's values cannot be used at the moment.
+    ``refusal`` is the error message of the original's keeper, which says why.
     """
 
     def __init__(self, name: str, refusal: str) -> None:
         self.name, self._refusal = name, refusal
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Raise a ZeroError with the text of the error that the parameter's keeper had raised."""
+        """Raise a ZeroError with the message that the constructor was given."""
         raise ZeroError(self._refusal)
 
 
@@ -160,7 +160,7 @@ def values_of(parameter: Placeholder) -> Tensor:
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder whose values ``keeper`` provides, without a change of ``parameter.data``."""
+    """Make ``parameter`` a placeholder whose values ``keeper`` provides; ``parameter.data`` stays as it is."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 

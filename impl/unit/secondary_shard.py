@@ -35,19 +35,20 @@ from impl.unit.master_shard import Version
 
 
 class SecondaryShard:
-    """Keeps the copy of one unit's weights that one rank has with hpZ: the encoded shards that came from other nodes.
+    """Keeps one rank's part of hpZ's copy of one unit's weights: the encoded shards that came from other nodes.
 
-    As long as the weights do not change, gathers send this copy inside the node, and skip ``hops``, the hops between
-    nodes.
+    As long as the weights do not change, gathers send this copy inside the node, and skip the hops between nodes.
 
-    A frame is one encoded shard.  Shapes below have three numbers.  F is the bytes of a frame that arrives.  K is the
-    bytes of a frame that is kept, in ``codec``.  ``copies`` is the number of frames that are kept, such as 2 with two
-    nodes.
+    A *frame* is one encoded shard.  In the shapes below:
+
+    - F is the number of bytes of a frame as it arrives;
+    - K is the number of bytes of a frame as it is kept, encoded by the codec ``codec``;
+    - ``copies`` is the number of frames that are kept, such as 2 with two nodes.
 
     Args:
         geometry: the unit's layout.
         context: what the units of the engine share, with the policy for this unit (``Policy.for_unit``).
-        hops: the hops that the secondary shard makes unnecessary; empty without hpZ.
+        hops: the hops that a gather from the copy skips; empty without hpZ.
         offloaded: whether the frames are kept in host memory.
     """
 
@@ -72,11 +73,13 @@ class SecondaryShard:
     def sends(self, version: Version, step: int) -> Sends:
         """Return what a gather of this ``version`` of the weights has to send; the result is equal on all ranks.
 
-        - ``copy``: the kept frames, if they have this version of the weights.
-        - ``weights``: the masters' values, if the kept frames are stale, in each of these cases: the policy has no
-          differences; the gather is the first, or the first after a load or after :meth:`distrust`; ``refresh``
-          optimizer steps have passed since a gather last sent the weights.
-        - ``differences``: the masters' values minus their kept copy, in all other cases.
+        - ``copy``: the kept frames.  A gather sends them if they hold this version of the weights.
+        - ``differences``: the masters' values minus the kept copy.  A gather sends them if the kept frames are stale
+          and the policy has differences, except in the cases of ``weights``.
+        - ``weights``: the masters' values.  A gather sends them if the kept frames are stale, in each of these cases:
+          the policy has no differences; no gather has sent the weights since the start, the last load or the last
+          :meth:`distrust`; the policy's ``refresh`` is not 0, and so many optimizer steps have passed since a gather
+          sent the weights.
 
         ``step`` is the number of optimizer steps so far.
         """
@@ -103,10 +106,10 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Make the next gather that sends messages between nodes send the weights themselves, not differences.
+        """Let no gather send differences from the kept copy until a gather has sent the weights themselves.
 
-        To be called if the copies may differ between ranks, for example after a gather that was interrupted on some
-        ranks only.
+        To be called if ranks may keep different copies, for example after a gather that was interrupted on some ranks
+        only.
         """
         self.begun = None
 
@@ -137,11 +140,11 @@ class SecondaryShard:
         return self._frames
 
     def share_memory(self, others: Sequence[SecondaryShard]) -> None:
-        """Allocate the memory for this object's copy of the weights, and let ``others`` keep theirs in the same memory.
+        """Allocate the memory for this object's copy of the weights, and let ``others`` use the same memory.
 
-        ``others`` are secondary shards of the same unit, for other policies of a schedule, and need no more bytes than
-        this object.  Only one of all these objects may be in use at a time.  When one of them comes into use, call its
-        :meth:`forget`.
+        ``others`` are secondary shards of the same unit for other policies of a schedule.  They must not need more
+        bytes than this object.  Only one of the objects may be in use at a time.  When another one comes into use, call
+        its :meth:`forget`, since the memory then holds the copy of the previous one.
         """
         memory = self._memory()
         for other in others:
@@ -156,7 +159,7 @@ class SecondaryShard:
         self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:
-        """Free the memory of the copy, because later gathers use another secondary shard, with another codec."""
+        """Free the memory of the copy; to be called before another secondary shard replaces this object."""
         if self._frames is not None:
             self._meter.add("secondary", -self._frames.nbytes, host=self._offloaded)
             self._frames = None
@@ -184,9 +187,10 @@ class SecondaryShard:
     # Differences ([Note: differences])
 
     def settled(self, version: Version) -> bool:
-        """Return whether the master has not changed since the copies were last updated, so that the difference is zero.
+        """Return whether the copies are up to date with the master, so that a gather of differences sends zeros.
 
-        ``version`` is the present version of the master.  Only its second number, torch's count of writes, matters.
+        They are if nothing has changed the master since the copies were last updated.  ``version`` is the present
+        version of the master, of which only torch's count of writes, the second number, matters here.
         """
         return self._settled == version[1]
 

@@ -155,10 +155,11 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are gathered.
+        """Whether the weights are gathered; modules hold either the parameters or placeholders then.
 
-        While the weights are gathered, modules hold the parameters, except in the state ``HIDDEN``: below stage 3, and
-        for small parameters that stay gathered, modules hold placeholders between passes.
+        In the state ``UNSHARDED``, modules hold the parameters.  In the state ``HIDDEN``, modules hold placeholders.
+        ``HIDDEN`` is the state between passes below stage 3, and at stage 3 for the small parameters that stay
+        gathered.
         """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
@@ -170,15 +171,16 @@ class Unit:
     def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
         """All-gather this unit's weights and wait for them; modules hold the parameters afterwards.
 
-        Nothing is sent for this unit if its present weights are gathered already.
+        If the unit's present weights are gathered already, nothing is sent for this unit.
 
-        ``ahead`` are the indices of the units that run next.  The method also starts the all-gathers of these units,
-        and does not wait for them, so that their messages overlap with the computation of this unit:
+        ``ahead`` lists the indices of the units that run next.  The method also starts their all-gathers, without
+        waiting, so that their messages overlap with the computation of this unit.  Three rules hold for them:
 
         - A unit that is gathered already, or being gathered, is left out.
-        - At most :data:`~impl.plan.prefetch_schedule.MOST_AHEAD` + 1 all-gathers are under way, with that of this unit.
-        - Two small units that the schedule pairs are started together, which saves launches.  If there is room for only
-          one of them, neither is started now.
+        - There are never more than :data:`~impl.plan.prefetch_schedule.MOST_AHEAD` + 1 all-gathers under way; the
+          gather of this unit counts.
+        - The schedule has pairs of small units.  If both units of a pair are sharded, their all-gathers are started
+          together, which saves launches.  If the limit allows only one more, neither is started now.
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
@@ -202,9 +204,9 @@ class Unit:
             self.wait()
 
     def _advance_others(self) -> None:
-        """Call ``advance()`` of other units' gathers by users' own classes, so that they post their next messages.
+        """Let the gathers of other units that are under way by a user's own class post their next messages.
 
-        The order of the calls is the same on all ranks.
+        The units are taken in the order of their indices, which is the same on all ranks.
         """
         for index in sorted(self._passes.gathering - {self.index}):
             if isinstance(gather := self._siblings[index].weight_gather, OwnWeightGather):
@@ -216,8 +218,9 @@ class Unit:
         Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters have changed
         since the weights were gathered, the weights are gathered anew.
 
-        Below stage 3, in a forward pass of the model, the method first gathers all earlier units in model order that
-        are not in use, because all ranks must gather in the same order.
+        All ranks must gather in the same order, but their passes may call different units.  Therefore, below stage 3,
+        in a forward pass of the model, the method first gathers all units before this one in model order that are not
+        gathered yet.
 
         Raises:
             ZeroError: if one of the unit's parameters is in an open GatheredParameters context.
@@ -289,8 +292,9 @@ class Unit:
     def end_use(self) -> None:
         """Reshard the weights, and note which parameters were written while the weights were gathered.
 
-        Below stage 3, and for small parameters that stay gathered (the persistent unit), the weights are not freed
-        unless a parameter was written.  Modules only get placeholders in place of the parameters.
+        Below stage 3, and for small parameters that stay gathered (the persistent unit), the weights stay in memory,
+        and modules only get placeholders in place of the parameters.  But if a parameter was written, these weights
+        are freed too, since they no longer agree with the masters.
         """
         if self.state is State.GATHERING:
             self.wait()  # its messages are already posted
@@ -306,16 +310,17 @@ class Unit:
         self.flat.detach()
 
     def reshard(self) -> None:
-        """Reshard the weights; raise a WrittenError if parameters of any unit were written while they were gathered.
+        """Reshard the weights as :meth:`end_use` does, and raise the error about parameters that were written.
 
-        :meth:`end_use` says what resharding does below stage 3.
+        Raises a WrittenError if parameters of this unit were written while they were gathered, or if parameters of
+        another unit were and no error has named them yet.
         """
         self.end_use()
         if self._passes.written:
             self.refuse_written()
 
     def refuse_written(self) -> None:
-        """Raise a WrittenError that names all written parameters of all units."""
+        """Raise a WrittenError that names the parameters of all units that were written while gathered."""
         names = (*self._passes.written, *(name for unit in self._siblings for name in unit.written()))
         self._passes.written.clear()
         raise WrittenError(names)
@@ -329,10 +334,10 @@ class Unit:
         self.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
 
     def end_use_outside(self, outputs: Collection[int]) -> None:
-        """End the use for which :meth:`gather_outside` gathered the weights: reshard them if nothing else needs them.
+        """Reshard the weights that :meth:`gather_outside` gathered for another module, after that module has run.
 
-        To be called after the module that used the weights has run.  :meth:`used_after` says when they must stay
-        gathered.  ``outputs`` are the memory addresses of the tensors that this module has returned.
+        The weights stay gathered in the cases that :meth:`used_after` lists.  ``outputs`` are the memory addresses of
+        the tensors that the module has returned.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
@@ -393,9 +398,9 @@ class Unit:
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
-        """Gather weights and reduce gradients with the codecs of another ``policy`` from now on.
+        """Gather weights and reduce gradients with the codecs of ``policy`` from now on.
 
-        No reduction may be under way.
+        ``policy`` must not differ from the present policy in anything else.  No reduction may be under way.
         """
         if policy.weights != self.policy.weights and isinstance(self.weight_gather, WeightGather):
             self.weights_changed("unchanged")
@@ -409,11 +414,10 @@ class Unit:
     # Schedules
 
     def _prepare_phases(self) -> None:
-        """Prepare the gathers and reductions of all policies that a schedule changes between.
+        """Prepare the gathers and reductions of all policies between which a schedule switches.
 
-        The memory of hpZ's copies, and of the errors that error feedback carries, is allocated here.  Policies that
-        gather weights in the same way share one gather, so that hpZ's copy stays current when the schedule changes
-        between these policies.
+        This allocates the memory of hpZ's copies, and of the errors that error feedback keeps.  Policies that gather
+        weights in the same way share one gather.  So hpZ's copy stays current when the schedule switches between them.
         """
         known = {self.policy.gathering: self.weight_gather}
         for policy in self._phases:
@@ -461,11 +465,14 @@ class Unit:
     # State of communication: what later messages depend on, in addition to weights and gradients
 
     def communication_state(self) -> dict[str, Tensor]:
-        """Return the tensors that this rank needs to resume a run, in addition to masters and optimizer state, by name.
+        """Return a dict of what this rank needs to resume a run, in addition to masters and optimizer state.
 
-        They are the errors that gradient codecs carry to later steps (error feedback), the copies of earlier weights if
-        the policy sends weights as differences from these copies, the state of users' own reduction and gather, and the
-        anchor and momentum of outer steps (DiLoCo).
+        It has those of the following tensors that the policy makes necessary:
+
+        - the errors that gradient codecs keep for later steps (error feedback);
+        - the copies of earlier weights, if weights are sent as differences from these copies;
+        - the state of users' own reduction and gather;
+        - the anchor and momentum of outer steps (DiLoCo).
 
         Raises:
             ZeroError: if a user has written to masters without torch's version counter showing it, while copies of the

@@ -10,8 +10,8 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 2. *Hop 1 crosses the link between nodes.*  :class:`impl.comm.all_gather.FrameGather` all-gathers along the
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
-   :mod:`impl.unit.secondary_shard` keeps a copy of them, in another codec such as bf16 if the policy says so.
-   The message of hop 2 is the received frames, unchanged, or the copy, if the policy says so.
+   :mod:`impl.unit.secondary_shard` keeps a copy of them, as they are or in another codec such as bf16.
+   The policy decides whether hop 2 sends the received frames or this copy.
 4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
    has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as
@@ -27,14 +27,15 @@ A frame is one encoded shard, codes and scales, and has F bytes.
    the secondary shard, and step 3 adds the difference to the copies ([Note: differences] in
    :mod:`impl.unit.secondary_shard`).
 
-:meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
-:mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
+:meth:`impl.unit.unit.Unit.all_gather` starts this sequence.  It also starts the gathers of the units that run next,
+which :mod:`impl.plan.prefetch_schedule` chooses, and then waits for the unit's own gather.  docs/design/engine.md has a
+table of a parameter's states.
 
 There are several kinds of gathers (:data:`impl.plan.hops.Sends`), which differ in what is sent: the weights, the
-weights quantised by rows or by columns (a plane of the weights), differences of weights, or the secondary shard.
+weights quantised by rows only or by columns only, differences of weights, or the secondary shard.
 :mod:`impl.plan.hops` compiles the hops of each kind once.  :class:`~impl.comm.all_gather.FrameGather` posts the
-messages of the hops.  :class:`WeightGather` chooses the kind of gather, writes the message of each hop as the hop's
-``source`` says, keeps hpZ's copy, and decodes the frames.
+messages of the hops.  :class:`WeightGather` chooses the kind of gather, writes the messages, keeps hpZ's copy, and
+decodes the frames.
 """
 
 from __future__ import annotations
@@ -109,15 +110,19 @@ class WeightGather:
     def start(self, phase: Phase, *, post: bool = True) -> None:
         """Start an all-gather for a pass of this ``phase``: post the messages of the first hop.
 
-        This rank's message has one of three contents: the encoded shard; the encoded difference between the shard and
-        hpZ's copy of it; or, if hpZ's copy is current, the frames (encoded shards) of this copy.  These are steps 1, 2
-        and 7 of the list in the module's docstring.
+        This rank's message has one of three contents (:meth:`SecondaryShard.sends`):
 
-        On a GPU, all later hops are enqueued here too, on a side stream.  On a single rank that needs no message, the
-        master is cast into the flat buffer.
+        - the frames (encoded shards) of hpZ's copy, if the copy is current;
+        - the encoded difference between the shard and its copy, in a gather of differences;
+        - the encoded shard, otherwise.
 
-        With ``post=False`` the message of the first hop is only written; :func:`start_together` posts it, and enqueues
-        the later hops.
+        These are steps 1, 2 and 7 of the list in the module's docstring.
+
+        On a GPU whose stream waits for messages, as with NCCL, the method also enqueues all later hops, on a side
+        stream.  On a single rank that needs no message, it casts the master into the flat buffer.
+
+        With ``post=False`` the method only writes the message of the first hop.  :func:`start_together` then posts this
+        message and enqueues the later hops.
         """
         self._under_way = self._arrival = None  # an interrupted gather may have left them
         self.version = self.master_shard.version
@@ -212,10 +217,11 @@ class WeightGather:
                 turn(shard, bands, self._rows, back=True)
 
     def _write_planes(self, hop: Hop, message: Tensor) -> None:
-        """Encode the master into ``message``, once for each entry of ``hop.planes``: "rows", "columns", or both.
+        """Encode the master into ``message`` by columns, or by rows and by columns, as ``hop.planes`` says.
 
-        For "rows", the codec's blocks run along the rows of a matrix; the forward pass uses the result.  For "columns",
-        the blocks run along the columns; the backward pass uses the result.
+        A plane is one of these two encodings.  In the plane "rows", which the forward pass uses, the codec's
+        quantisation blocks run along the rows of a matrix.  In the plane "columns", which the backward pass uses, they
+        run along the columns.  If ``message`` has both, the rows come first.
         """
         rank, count = self.wire.mesh.rank, len(hop.planes)
         planes = self.master_shard.master.expand(count, -1).clone()  # (planes, S)
@@ -225,10 +231,10 @@ class WeightGather:
 
 
 def start_together(gathers: Sequence[WeightGather], phase: Phase) -> None:
-    """Start several gathers over NCCL for passes of one ``phase``; each gather's ``finish()`` waits for it.
+    """Start the gathers of several units over NCCL for a pass of this ``phase``, with few calls of NCCL.
 
-    Hops of different gathers that run along the same axis are posted with one call of NCCL.  All gathers share one
-    event, which marks the end of all of them.
+    Hops of different gathers along the same axis are posted with one call of NCCL.  One event marks the end of all
+    gathers, so ``finish()`` of any of them waits until all have ended.
     """
     for gather in gathers:
         gather.start(phase, post=False)

@@ -1,9 +1,9 @@
 """Computes two lower bounds on a step's time: from a simulation of its messages, and from its CPU seconds.
 
 :mod:`impl.plan.timeline` simulates in which order the units (groups of parameters) are gathered, computed and reduced.
-Both bounds need the seconds of computation.  Trials measure these on the model by itself
-(:mod:`harness.measure.compute_alone`); for trials without this measurement, they are the seconds of the ranks' steps in
-which the ranks did not wait for messages.
+Both bounds need the seconds of computation.  Trials of the workload ``train`` measure these separately, by running the
+model without messages (:mod:`harness.measure.compute_alone`).  For trials without this measurement, a rank's seconds of
+computation are the seconds of its step minus the seconds in which it waited for messages.
 """
 
 from __future__ import annotations
@@ -54,17 +54,20 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
 
 def timed(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of ``steps`` that are not warm-ups; ``steps`` may also hold decoded tokens."""
+    """Return the rows of ``steps`` that are not warm-ups.
+
+    ``steps`` has one row per step (``Frames.steps``) or per decoded token (``Frames.tokens``).
+    """
     return steps[~steps["warmup"].astype(bool)]
 
 
 def computations(frames: Frames) -> pd.DataFrame:
     """Return the seconds in which each rank computes in a step, without waiting for messages.
 
-    If computation by itself was measured in a trial, the table has one row for each of the trial's ranks and samples,
-    and ``alone`` is true.  Otherwise it has one row for each rank and timed step, and ``alone`` is false.  ``index`` is
-    the number of the sample or step.  ``forward``, ``backward`` and ``rest`` are the seconds of the parts of a step,
-    and ``cpu_seconds`` the CPU seconds of the whole step; each may be NaN.
+    For a trial that measured computation separately, without messages, the table has one row for each rank and sample,
+    and ``alone`` is true.  For any other trial it has one row for each rank and timed step, and ``alone`` is false.
+    ``index`` is the number of the sample or step.  ``forward``, ``backward`` and ``rest`` are the seconds of the parts
+    of a step, and ``cpu_seconds`` the CPU seconds of the whole step; each may be NaN.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -161,9 +164,11 @@ def _bound(
         return Collective(hops=(TimedHop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
-        """Return how a unit's gradients are reduced: in the steps of a ring, or in chunks with one or two hops each.
+        """Return the simulated hops in which a unit's gradients are reduced, with the seconds of each hop.
 
-        A hop inside a node is taken to need no time.
+        If the policy reduces by a ring, each step of the ring is a hop.  Otherwise each chunk of the gradients has one
+        hop between nodes.  If the policy reduces inside nodes first, a hop inside the node precedes it; that hop is
+        taken to need no time.
         """
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":

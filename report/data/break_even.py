@@ -1,10 +1,14 @@
 """Computes break-even rates: the rates of the link at which the speed-up over the baseline crosses 1.
 
-Between neighbouring measured rates the speed-up is a straight line in the logarithms of both axes.  Fieller's method
-gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is the interval of a
-break-even if two conditions hold: the line crosses 1 inside the range, and the configuration is faster below the range
-and slower above it, or the other way round.  If a range begins at the lowest measured rate or ends at the highest, the
-second condition cannot be judged; the line must then cross 1 exactly once inside the range.
+Between neighbouring measured rates, the speed-up is interpolated by a straight line (both axes logarithmic).  Fieller's
+method gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is the
+interval of a break-even rate if two conditions hold:
+
+* The line crosses 1 inside the range.
+* The configuration is faster below the range and slower above it, or slower below and faster above.
+
+If the range begins at the lowest measured rate or ends at the highest, the second condition cannot be judged.  Then the
+line must cross 1 exactly once inside the range.
 Definition: docs/reference/metrics.md.
 """
 
@@ -58,7 +62,9 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     Settings that differ in the rate alone form a group.  There is one row for each group and each configuration that
     ran at two or more rates of the group.  These columns describe the row's result:
 
-    * ``found``: a :class:`BreakEven`; ``outcome`` and ``break_even_mbit``: its outcome and its highest crossing;
+    * ``found``: all break-even rates, as a :class:`BreakEven`;
+    * ``outcome``: ``crosses`` if there are any; else one of the other outcomes of :class:`BreakEven`;
+    * ``break_even_mbit``: the highest break-even rate, with its interval;
     * ``low_mbit`` and ``high_mbit``: the lowest and the highest achieved rate;
     * ``low_speedup`` and ``high_speedup``: the speed-ups at the lowest and at the highest rate;
     * ``records``: the ids of the trials behind the row, joined by spaces.
@@ -155,9 +161,10 @@ def crossings_in_words(found: BreakEven) -> str:
 
 
 def unclear_in_words(found: BreakEven) -> str:
-    """Return the ranges ``unclear`` of a break-even as text: ``not significant from 50.0 to 90.0 Mbit/s``.
+    """Return text that lists the rates without a clear result: ``not significant from 50.0 to 90.0 Mbit/s``.
 
-    The text is empty if there are none.
+    These are the ranges ``found.unclear``, in which the speed-up does not differ significantly from 1 and which hold no
+    break-even rate.  The text is empty if there are no such ranges.
     """
     ranges = [f"{_three_digits(low)} to {_three_digits(high)} Mbit/s" for low, high in found.unclear]
     return f"not significant from {listed(ranges)}" if ranges else ""

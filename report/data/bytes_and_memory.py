@@ -19,12 +19,15 @@ _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumul
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the bytes that all ranks send between nodes in a step, by the ledger: one row per trial and part.
+    """Return the bytes that all ranks send between nodes in a step, one row per trial and part.
 
-    The ledger counts what each rank sends.  Only trials of ``table`` (:func:`report.data.metrics.trials`) have rows.
-    ``part`` says what the bytes were sent for; it is one of :data:`VOLUME_PARTS` or :data:`OWNERS`.  ``bytes`` is the
-    mean per timed step.  ``m`` is ``bytes`` divided by ``m_bytes``, which is the number of micro-batches times M; M are
-    the bytes that one all-gather of the whole model in 16 bits sends between nodes.
+    The bytes are those that the ranks' ledgers counted when sending.  Only trials of ``table``
+    (:func:`report.data.metrics.trials`) have rows.  These columns hold the result:
+
+    * ``part``: what the bytes were sent for, one of :data:`VOLUME_PARTS` or :data:`OWNERS`;
+    * ``bytes``: the mean over timed steps;
+    * ``m``: ``bytes`` divided by the number of micro-batches and by M, where M are the bytes that one all-gather of the
+      whole model in 16 bits sends between nodes.
     """
     ledger = frames.bytes[frames.bytes["source"] == "ledger"]
     between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]
@@ -42,10 +45,10 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Return the size in bytes of hpZ's copy of the weights on one rank, by formula, in two formats.
+    """Return the sizes in bytes that hpZ's copy of the weights would have on one rank in two formats, by formula.
 
-    The first size is that of the copy as the encoded bytes that the rank received, and the second that of the copy in
-    16 bits.  Both are NaN for trials without hpZ's copy, and for trials inside FSDP2 or DDP.  They are also NaN for
+    In the first format, the rank keeps the encoded bytes that it received.  In the second, it keeps weights of 16 bits.
+    Both sizes are NaN for trials without hpZ's copy, and for trials inside FSDP2 or DDP.  They are also NaN for
     policies with a codec of the user's own or of a published format.
     """
     trial = frames.trial_of[identity]
@@ -57,10 +60,11 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the bytes that a rank holds or copies: one row per trial, source and part of memory.
+    """Return the bytes that a rank holds in memory, or copies in a step: one row per trial, source and part.
 
-    ``bytes`` is the maximum over the trial's ranks.  Each part has its maximum by itself: the most gradients may be on
-    rank 0, and the most weights on rank 1.  ``source`` and ``part`` are the columns of ``Frames.memory``.
+    ``source`` says where the number is from, such as the engine or a formula, and ``part`` what the bytes are, such as
+    gradients (``Frames.memory``).  ``bytes`` is the maximum over the trial's ranks, for each part separately: the
+    gradients may be those of rank 0, and the weights those of rank 1.
     """
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")

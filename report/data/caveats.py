@@ -59,9 +59,10 @@ def share(value: float) -> str:
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """Return the mark `` †`` if the links of any row's setting achieved different rates; else an empty text.
+    """Return the mark `` †`` if the link was faster for some configurations of a setting than for others.
 
-    ``rows`` may have a column ``rates_differ``, which says so for each row.
+    The boolean column ``rates_differ`` of ``rows`` says this for the setting of each row; one true cell gives the mark.
+    Without such a cell or column, the text is empty.
     """
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
@@ -73,9 +74,9 @@ def footnotes(cells: Iterable[str]) -> str:
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Return a footnote that counts the trials whose computation was not measured by itself; empty if there are none.
+    """Return a footnote that counts the trials whose computation was not measured separately; empty if there are none.
 
-    The footnote begins with a space.  Trials whose ranks are threads are not counted, since they have no seconds.
+    The footnote begins with a space.  Trials whose ranks are threads are not counted, since their steps are not timed.
     """
     timed = derived.trials[~derived.trials["id"].isin(derived.frames.untimed)]
     unmeasured = int((~timed["alone"].eq(other=True)).sum())
@@ -91,6 +92,7 @@ def alone_in_words(derived: Derived) -> str:
 def modelled_in_words(derived: Derived) -> str:
     """Return a footnote that counts the trials whose link was modelled; empty if there are none.
 
+    A modelled link delays each message in the process by the time that its bytes would take; no network is limited.
     The footnote begins with a space.
     """
     trials = derived.finished
@@ -119,9 +121,9 @@ def untimed_in_words(derived: Derived) -> str:
 
 
 def taken_fact(derived: Derived) -> str | None:
-    """Return the largest share of CPU time that others took in any trial, as text: ``at most 3.1% in a trial``.
+    """Return text on the CPU time that other programs and the hypervisor took: ``at most 3.1% in a trial``.
 
-    Others are other programs and the hypervisor.  If some records lack this share, their number follows:
+    The number is the largest share in any trial.  If some records lack this share, their number follows:
     ``at most 3.1% in a trial; not recorded in 2``.  If all records lack it, the text is ``not recorded``.
     Returns None if no trial has finished.
     """
@@ -273,7 +275,8 @@ def emulated_by_trials(frames: Frames) -> str:
 def emulated_by_benches(benches: Iterable[Bench]) -> str:
     """Return the text of :func:`emulated` for the benchmarks on several nodes.
 
-    A benchmark with a rate ran over a link between namespaces; without a rate, nothing limited the link.
+    A benchmark with a rate ran over a link of this rate between network namespaces.  A benchmark without a rate ran
+    over a link that nothing limited.
     """
     places = {sample.place for bench in benches for sample in bench.samples}
     rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]

@@ -96,17 +96,17 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 def with_baseline(
     table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """Return ``table`` with new columns that hold, in each row, values of the row's baseline.
+    """Return ``table`` with new columns that hold, in each row, values of the baseline's row that belongs to it.
 
     Args:
         table: One row per trial.
         is_base: For each row, whether it belongs to a baseline.
-        on: Columns that must be equal: a row gets the values of the baseline's row with equal cells in these columns.
-            If the baseline has no such row, the new cells are NaN.
+        on: Columns by which rows are matched: a row gets the values of the baseline's row with equal cells in these
+            columns.  If the baseline has no such row, the new cells are NaN.
         columns: New columns, given as NEW="OLD": cells of the new column are copied from column OLD of the baseline's
             row.
 
-    If a setting has several baselines, each row gets the values of the baseline that its column ``beside`` names.
+    If a setting has several baselines, a row gets the values of the baseline that the row's cell ``beside`` names.
     """
     base, keys = table[is_base], [*on]
     if base[["setting", "configuration"]].drop_duplicates()["setting"].duplicated().any():
@@ -266,7 +266,10 @@ def _short(field: str, value: str) -> str:
 
 
 def spelled(name: str) -> str:
-    """Return a configuration's name for a sentence: ``w int8:64`` becomes ``weights int8:64``, and ``g`` gradients."""
+    """Return a configuration's name for a sentence, in which ``w`` and ``g`` are written as weights and gradients.
+
+    For example, ``ZeRO++ (w int8:64)`` becomes ``ZeRO++ (weights int8:64)``.
+    """
     return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
@@ -287,8 +290,13 @@ def short_names_in_words(names: Iterable[str]) -> str:
 def _peer_settings(trial: Trial) -> dict[str, str]:
     """Return the settings in which a library's trial differs from the usual settings, as texts by their names.
 
-    Settings are the keys of DeepSpeed's configuration, the data types, the group, and the size of buckets.  The usual
-    settings are stage 3, computation in fp32, gradients in the type of computation, and one group of all ranks.
+    The settings and their usual values are:
+
+    * the keys of DeepSpeed's configuration: only stage 3 is usual;
+    * ``compute``, the type of weights and activations: fp32;
+    * ``gradients``, the type in which FSDP2 reduces gradients: the type of ``compute``;
+    * ``group``, the ranks that FSDP2 shards over: all;
+    * ``buckets of``, the size of DDP's buckets of gradients: DDP's default.
     """
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}

@@ -62,9 +62,10 @@ def speedup(group: pd.DataFrame) -> Interval:
     """Return the ratio of a configuration's tokens per second to its baseline's, with the interval.
 
     ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
-    geometric mean over its generations.  The ratio is the geometric mean over pairs of trials.  Pairs with a disturbed
-    trial, during which other programs took much processor time, are left out unless all pairs have one.  The ratio is
-    NaN if no row has a baseline.
+    geometric mean over its generations.  The ratio is the geometric mean over pairs, each of a trial and the baseline's
+    trial under the same conditions.  A pair is disturbed if other programs or the hypervisor took much processor time
+    during one of its trials.  Disturbed pairs are left out; if all pairs are disturbed, all are kept.
+    The ratio is NaN if no row has a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
@@ -86,7 +87,7 @@ def speed(group: pd.DataFrame) -> Interval:
 
     ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
     geometric mean over its generations.  The value is the geometric mean over trials.  Disturbed trials, during which
-    other programs took much processor time, are left out unless all trials are disturbed.
+    other programs or the hypervisor took much processor time, are left out; if all trials are disturbed, all are kept.
     """
     kept = undisturbed(group)
     by_trial = kept.groupby("id", sort=False)

@@ -49,9 +49,10 @@ _INTERFACES: Final = ("id", "header_bytes", *schema.InterfaceCounters.model_fiel
 
 
 class ReportError(RecordError):
-    """No report can be made or written.
+    """Raised if a report cannot be made or written.
 
-    For example, there are no records, they cannot be compared, a record cannot be evaluated, or the disk is full.
+    For example, a folder holds no records, its records cannot be compared with each other, no ratio can be computed
+    from a record, or the disk is full.
     """
 
 
@@ -67,15 +68,17 @@ class Frames:
     * ``disturbed``: whether ``taken_share`` is more than :data:`~harness.records.trial_record.OTHERS_WITHIN`;
     * ``beside``: the name of the baseline with which the configuration is compared, if its setting has several
       baselines; else empty;
-    * ``occasion``: the number of the occasion at which the trial ran (:func:`occasions`);
-    * ``place`` and ``first``: the order in which configurations are listed.
+    * ``occasion``: the number of the occasion at which the trial ran, where sweeps that ran close together on one
+      machine share an occasion (:func:`occasions`);
+    * ``place`` and ``first``: numbers by which tables order configurations, first by ``place``, then by ``first``.
 
     Args:
         records: The records, at least one.
         traces: Traces of single steps of the trials.
         across_pools: Whether records of several pools are allowed.  A pool consists of the records with equal machine
             and code.
-        verified: Sentences on differences between the records and the folder's journal.
+        verified: Sentences on differences between the records and the folder's journal, which lists every record that a
+            sweep wrote.
 
     Raises a ReportError if the records cannot be reported together (:func:`load`).
     """
@@ -176,7 +179,10 @@ class Frames:
         )
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
-        """Return the name, size and sharding of each unit of a trial; the units' lists of parameters are empty."""
+        """Return the name, padded size and sharding of each unit (group of parameters) of a trial.
+
+        The results' lists of parameters are empty.
+        """
         topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
         return [
@@ -189,14 +195,18 @@ frames_of = Frames
 
 
 def occasions(records: Sequence[Record]) -> dict[int, int]:
-    """Return, for each sweep, the number of the occasion at which it ran; occasions are numbered 0, 1, 2 and so on.
+    """Return the number of the occasion at which each sweep ran, by sweep; occasions are numbered from 0.
 
-    A sweep runs all trials of a suite once.  An occasion consists of sweeps that ran close together since one start
-    of one machine (``machine.boot``): each began at most :data:`OCCASION_APART` after the end of the sweep before it.
+    A sweep runs all trials of a suite once.  Two successive sweeps on a machine belong to one occasion if both of these
+    conditions hold:
+
+    * The machine was not rebooted between them (``machine.boot`` is equal).
+    * The second sweep began at most :data:`OCCASION_APART` after the end of the first.
+
     Sweeps of one occasion share the state of the machine and the load from its host, so they are not independent
     samples.
     Older records lack ``machine.boot``.  For them, machines with equal hardware and kernel count as one machine that
-    was started once.
+    was never rebooted.
     """
     of_sweep = defaultdict[int, list[Record]](list)
     for record in records:
@@ -232,9 +242,10 @@ def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
 
 
 def _start(record: Record) -> str:
-    """Return a text that names the start of the machine on which a trial ran.
+    """Return text that identifies the machine on which a trial ran, and the machine's last boot before the trial.
 
-    It is equal for all records of one start.  For records without ``machine.boot`` it names the machine only.
+    The text is equal for all records between two reboots.  For records without ``machine.boot`` it identifies only the
+    machine.
     """
     boot = record.machine.get("boot")
     return str(boot or [record.machine.get(name) for name in MUST_AGREE])
@@ -243,8 +254,8 @@ def _start(record: Record) -> str:
 def load(results: Path, *, across_pools: bool = False) -> Frames:
     """Return the records ``<id>.json`` of a results folder, with its traces, as tables.
 
-    ``across_pools`` allows records that must not be compared within one report: of several machines, versions of the
-    code, or kernels.
+    With ``across_pools``, the records may come from several machines, versions of the code, or kernels; a report must
+    not compare such records with each other.
 
     Raises a ReportError in these cases:
 
@@ -267,7 +278,8 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
     """Return the trials in the order in which tables list them: by size, rate and setting, then by configuration.
 
-    The new column ``first`` is the smallest ``order``, a trial's number in the suite, of the row's configuration.
+    The new column ``first`` holds the smallest number (``order``) that any trial of the row's configuration has in the
+    suite.  It orders the configurations of one strategy.
     """
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("configuration")["order"].transform("min")
@@ -312,7 +324,8 @@ def _trial(record: Record) -> Trial:
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
     """Return the fields of training, such as clipping, in which compared configurations differ from the baseline.
 
-    They differ in a field if any configuration that the suite compares has a value that no baseline has.
+    A field is returned if a trial with the role ``contrast`` has a value of this field that no trial with the role
+    ``baseline`` has.  Without trials in the role ``baseline``, no field is returned.
     """
     by_role = {
         role: [trials[record.id] for record in records if record.role == role]
@@ -397,10 +410,10 @@ def _settings(
 def _model_sizes(
     rows: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Mapping[str, Any]], varying: Sequence[str]
 ) -> dict[str, int]:
-    """Return the number of parameters of each trial's model, by id, if descriptions of settings can name models by it.
+    """Return the number of parameters of each trial's model, by id, if this number is enough to tell the models apart.
 
-    Descriptions then have ``45,216 parameters`` instead of the model's arguments.  Two conditions must hold, or the
-    dict is empty:
+    Descriptions of settings then say ``45,216 parameters`` instead of listing the model's arguments.  The numbers are
+    returned if both of these conditions hold; otherwise, the dict is empty:
 
     * The models differ in two or more arguments and in nothing else.
     * The numbers of parameters of all models are known and different.
@@ -423,8 +436,8 @@ def _model_sizes(
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     """Return text for one field of a setting: ``lr 0.02``, or ``adamw lr 0.001`` if two fields are called ``lr``.
 
-    If the setting does not have the field, the text is empty.  For two fields there is a text nevertheless: ``no limit
-    inside nodes`` (``cluster.inner_rate``) and ``equal nodes`` (``cluster.slow``).
+    If the setting does not have the field, the text is empty, with two exceptions: without ``cluster.inner_rate`` it is
+    ``no limit inside nodes``, and without ``cluster.slow`` it is ``equal nodes``.
 
     Args:
         key: The path of the field.
@@ -508,8 +521,10 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 def _as_predicted(record: Record) -> bool | None:
     """Return whether the bytes that the ledger counted equal the predicted bytes; None if this is not known.
 
-    If any message with a prediction differs from it, the result is False, even if other messages have no prediction.
-    If no message differs, the result is True if all messages have a prediction, and None if some or all lack one.
+    * False: the ledger differs from the prediction, or from what the record says about the two
+      (:func:`harness.records.record_checks.ledger_mismatch`).  Some messages may lack a prediction.
+    * True: all messages have a prediction, and there is no such difference.
+    * None: some or all messages lack a prediction, and there is no such difference.
     """
     if record.predicted is None:
         return None
@@ -519,9 +534,9 @@ def _as_predicted(record: Record) -> bool | None:
 
 
 def _method(record: Record) -> dict[str, Any]:
-    """Return the columns on a user's own classes for reducing gradients and gathering weights.
+    """Return the columns that describe a user's own classes for reducing gradients and gathering weights.
 
-    * ``method`` and ``gather_method``: the names of the class that reduces and of the class that gathers; empty if the
+    * ``method`` and ``gather_method``: the name of the class that reduces, and of the class that gathers; empty if the
       trial has no such class.
     * ``bounded`` and ``gather_bounded``: whether the class that reduces, or the class that gathers, promises a bound of
       its error.
@@ -550,12 +565,15 @@ def _method(record: Record) -> dict[str, Any]:
 
 
 def _gpus(record: Record, trial: Trial) -> dict[str, float]:
-    """Return the columns on a trial's GPUs.
+    """Return the columns that describe a trial's GPUs.
 
-    ``gpus`` is their number, and ``joules_per_token`` the energy that they use together for a token.  ``watts``,
-    ``utilisation`` and ``clock_mhz`` are means over the GPUs.  ``throttled`` is the largest share of time in which any
-    GPU was throttled for one reason.  ``gpu_others`` is the largest number of other processes that computed on one GPU.
-    Without GPUs, ``gpus`` and ``gpu_others`` are 0, and all others are NaN.
+    * ``gpus``: the number of GPUs;
+    * ``joules_per_token``: the energy of all GPUs together, per token;
+    * ``watts``, ``utilisation`` and ``clock_mhz``: means over the GPUs;
+    * ``throttled``: the share of time in which a GPU was throttled for one reason, the largest over GPUs and reasons;
+    * ``gpu_others``: the number of other processes that computed on a GPU, the largest over GPUs.
+
+    Without GPUs, ``gpus`` and ``gpu_others`` are 0, and the other columns are NaN.
     """
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
@@ -573,10 +591,10 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 
 def _taken(record: Record) -> dict[str, float]:
-    """Return which shares of the CPUs' time others took during the timed steps.
+    """Return the shares of the CPUs' time that other programs and the hypervisor took during the timed steps.
 
-    ``others_share`` is the share of other programs, ``steal_share`` the share of the hypervisor, and
-    ``taken_share`` their sum.  All are NaN if the record does not hold these times.
+    ``others_share`` is the share of other programs, ``steal_share`` the share of the hypervisor, and ``taken_share``
+    the sum of the two.  All three are NaN if the record does not hold them.
     """
     use = record.processor_use
     names = ("others_share", "steal_share", "taken_share")
@@ -591,11 +609,11 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``Frames.bytes``: the entries of the ledgers, and the entries that were predicted for them.
+    """Yield the rows of ``Frames.bytes``: the bytes that each rank sent, as its ledger counted them or as predicted.
 
-    An entry sums up messages of one rank that have equal phase, purpose, unit, hop and link.  If any messages of a
-    record have no prediction, only the entries of its ledgers are yielded.
-    The bytes of padding in an entry are computed from the share of padding in the entry's unit.
+    Column ``source`` is ``ledger`` or ``predicted``.  A row sums up the messages of one rank that have equal phase,
+    purpose, unit, hop and link.  For a record in which any message lacks a prediction, no predicted rows are yielded.
+    A row's bytes of padding are its bytes times the share of padding in the row's unit.
     """
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
@@ -640,8 +658,8 @@ def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Return the measured rates of links in Mbit/s, one row per measurement.
 
-    The rates of the calibration before a sweep are in every record of the sweep.  The table has each of them once, in a
-    row of the first such record.
+    A link is calibrated once in a sweep, and the calibrated rates are in the records of all trials that used the link.
+    The table lists each of these rates once, with the id of the first record that holds it.
     """
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)
@@ -658,7 +676,8 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Return a table of facts about machine, code, run and link: one row per pool, fact and distinct value.
 
-    Column ``records`` is the number of the pool's records that have the value.
+    A pool consists of the records with equal machine and code.  Column ``records`` is the number of the pool's records
+    that have the value.
     """
     counts = Counter[tuple[str, str, str]]()
     for record in records:
@@ -737,6 +756,9 @@ def _check_pools(records: list[Record]) -> None:
 
 
 def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return text that counts the ids of each name in ``pairs`` (name, id): ``a: 3 records, such as 0f1e; b: ...``."""
+    """Return text that counts the records of each name: ``a: 3 records, such as 0f1e; b: 2 records, such as 77aa``.
+
+    ``pairs`` has a pair (name, id) for each record.
+    """
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
     return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())

@@ -118,9 +118,9 @@ def _times(frames: Frames) -> pd.DataFrame:
 def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
     """Return the ``total`` and ``exposed`` seconds of a typical step of each trial, by id of the trial.
 
-    Both are medians over the timed steps in ``steps``.  If the trial's policy has a schedule, its steps belong to
-    phases with different policies.  Then a median is computed for each phase, and the value is the mean of these
-    medians, weighted by the numbers of steps; a median over all steps would be a step of a single phase.
+    Both are medians over the timed steps in ``steps``.  If the trial has a schedule, its policy changes from phase to
+    phase of training, and a median over all steps would describe only one phase.  In this case a median is computed for
+    each phase, and the value is the mean of these medians, weighted by the phases' numbers of steps.
     """
     names = ["total", "exposed"]
     medians = steps.groupby("id")[names].median()
@@ -142,15 +142,16 @@ def timed_steps(frames: Frames) -> pd.Series[int]:
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Return the bytes that each trial sends between nodes in a step, one row per trial.
 
-    Bytes have several sources: the ranks' ledgers, which count what each rank sends, predictions, and the counters of
-    the nodes' network interfaces.  A value is NaN if the record lacks its source.  The columns are:
+    The columns are:
 
-    * ``sent_bytes``: the bytes in the ledgers of all ranks;
-    * ``segment_bytes``: the same bytes, and the headers that packets of a real network would add;
-    * ``predicted_bytes``: the predicted bytes;
-    * ``interface_bytes``: the bytes that the nodes' interfaces counted;
-    * ``header_bytes``: the bytes of headers in ``interface_bytes``;
-    * ``egress_bytes``: the bytes of the busiest node, from the ledgers or, without ledgers, from the interfaces.
+    * ``sent_bytes``: bytes of all ranks, as the ranks' ledgers counted them when sending;
+    * ``segment_bytes``: ``sent_bytes`` plus the headers that the packets of a real network would add;
+    * ``predicted_bytes``: bytes that were predicted for all ranks;
+    * ``interface_bytes``: bytes that the network interfaces of all nodes counted;
+    * ``header_bytes``: bytes of headers in ``interface_bytes``;
+    * ``egress_bytes``: bytes of the busiest node, from the ledgers or, without ledgers, from the interfaces.
+
+    A value is NaN if the record lacks the ledgers, predictions or counters from which it is computed.
     """
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
     sizes = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
@@ -176,10 +177,10 @@ def _traffic(frames: Frames) -> pd.DataFrame:
 def _losses(frames: Frames) -> pd.DataFrame:
     """Return each trial's losses: ``first_loss``, ``validation_loss`` and ``validation_step``, one row per trial.
 
-    ``first_loss`` is the mean over ranks in the first step.  ``validation_loss`` is the last validation's loss, NaN if
-    it is not finite, and ``validation_step`` the number of steps before it.
-    A trial that validates only at its end (``validate_every = 0``) has no validation here if it has fewer than
-    :data:`LEAST_STEPS` steps.
+    ``first_loss`` is the mean over ranks in the first step.  ``validation_loss`` is the loss of the last validation,
+    NaN if this loss is not finite, and ``validation_step`` the number of steps before the last validation.
+    A trial with ``validate_every = 0`` validates only at its end.  If such a trial has fewer than :data:`LEAST_STEPS`
+    steps, its ``validation_loss`` and ``validation_step`` are NaN.
     """
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
@@ -208,8 +209,9 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 def split(frames: Frames) -> pd.DataFrame:
     """Return the mean seconds of each part of a step, one row per trial and part.
 
-    The mean is over the timed steps, each on its slowest rank.  The parts add up to the step.  For libraries such as
-    DDP, the time in which ranks wait for messages is not measured, so the parts forward and backward contain it.
+    The mean is over the timed steps, and for each step the seconds are those of its slowest rank.  The parts add up to
+    the step.  For libraries such as DDP, the time in which ranks wait for messages is not measured, so the parts
+    ``forward`` and ``backward`` contain this time.
     """
     slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()
@@ -252,17 +254,18 @@ class Derived:
     def trials(self) -> pd.DataFrame:
         """The metrics of :func:`trials`, one row per trial that trained, and a column ``rates_differ``.
 
-        ``rates_differ`` says whether the links of the trial's setting achieved different rates (:attr:`differing`).
+        ``rates_differ`` says whether the link achieved different rates for different configurations of the trial's
+        setting (:attr:`differing`).
         """
         table = trials(self.frames)
         return table.assign(rates_differ=table["setting"].isin(list(self.differing)))
 
     @cached_property
     def differing(self) -> dict[str, float]:
-        """By hash of a setting, one number: how far apart the rates are that the links of this setting achieved.
+        """The spread of the link's rate in each setting whose link was faster for some configurations than for others.
 
-        With 0.2, the highest of the configurations' median rates is 20 % above the lowest.  Settings whose rates agree
-        are left out (:func:`report.data.speedups.rates_differ`).
+        Keys are hashes of settings.  A spread of 0.2 means that the highest of the configurations' median rates is
+        20 % above the lowest.  Settings whose rates agree are left out (:func:`report.data.speedups.rates_differ`).
         """
         return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
 
@@ -288,11 +291,12 @@ class Derived:
 
     @cached_property
     def sent_errors(self) -> pd.DataFrame:
-        """Errors of sent values, added up over all units: one row per trial, step, purpose, hop and ``repeated``.
+        """Errors of sent gradients and weights, over all units: one row per trial, step, purpose, hop and ``repeated``.
 
-        ``hop`` is NaN in the row of the error from end to end.  ``repeated`` is usually 1; it is 8 if the mean of 8
-        repeated reductions was compared with the exact mean.  ``vnmse`` is the sum of squared errors, divided by the
-        sum of squared values.
+        * ``purpose``: ``gradients``, ``weights`` or, for weights that are gathered from hpZ's copy, ``secondary``;
+        * ``hop``: the number of the hop that causes the error; NaN in the row with the error from end to end;
+        * ``repeated``: usually 1; 8 if the mean of 8 repeated reductions was compared with the exact mean;
+        * ``vnmse``: the sum of squared errors, divided by the sum of squared values.
         """
         errors = self.frames.communication_errors
         floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
@@ -330,7 +334,7 @@ class Derived:
     def disturbed(self) -> frozenset[str]:
         """Ids of the disturbed trials.
 
-        In these, other programs and the hypervisor took more of the processors' time than an undisturbed trial allows
+        A trial is disturbed if other programs and the hypervisor together took more than 5 % of the processors' time
         (:attr:`harness.records.trial_record.Record.disturbed`).
         """
         return frozenset(map(str, self.finished[self.finished["disturbed"].astype(bool)]["id"]))

@@ -29,12 +29,12 @@ PAIR: Final = ("setting", "sweep", "seed", "repeat")  # trials that ran under th
 def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     """Return each trial together with the baseline's trial of the same setting, sweep, seed and repeat.
 
-    ``is_base`` says which rows of ``table`` belong to the baseline.  Trials without such a trial of the baseline are
-    left out.  A row has the columns of ``table`` (:func:`report.data.metrics.trials`) and these:
+    ``is_base`` says which rows of ``table`` belong to the baseline.  Trials for which the baseline has no such trial
+    are left out.  A row has the columns of ``table`` (:func:`report.data.metrics.trials`) and these:
 
     * ``baseline``: the id of the baseline's trial;
     * ``speedup``: the baseline's step time over the trial's step time;
-    * ``allowed``: the baseline's step time over the trial's best possible step;
+    * ``allowed``: the baseline's step time over the best possible step of the trial, a lower bound on its step time;
     * ``bytes_ratio``: the trial's bytes between nodes over the baseline's bytes, as the ledgers count them;
     * ``interface_ratio``: the same ratio, as the nodes' interfaces count the bytes;
     * ``disturbed``: whether the trial or the baseline's trial was disturbed;
@@ -158,10 +158,11 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Return the settings in which the links of different configurations achieved different rates, with the spread.
+    """Return the spread of the link's rate in each setting whose link was faster for some configurations than others.
 
-    A spread of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with
-    a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
+    Keys are hashes of settings.  A spread of 0.2 means that the highest of the configurations' median rates is 20 %
+    above the lowest.  Settings with a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links
+    without a rate are ignored.
     """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
@@ -171,9 +172,11 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials of each topology and number of tokens per rank that ran at two or more requested rates.
+    """Return the trials that can be compared over link rates: trials that ran at two or more requested rates.
 
-    For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at 50 and others at 100 Mbit/s.
+    Trials are grouped by number of nodes, ranks per node and tokens per rank, and a group is returned if its trials
+    have two or more rates.  For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at 50
+    and others at 100 Mbit/s.
     Trials whose link has no achieved rate are left out.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
@@ -188,9 +191,13 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     no baseline, they are the trials of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and
     repeat, and their settings differ in the rate alone.
 
-    A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial,
-    ``configuration_baseline`` its configuration, ``full_rate`` its requested rate in Mbit/s, and ``parity`` the trial's
-    tokens per second over the baseline's tokens per second.  ``disturbed`` says whether either trial was disturbed.
+    A row has the columns of ``table``, and these:
+
+    * ``baseline``: the id of the baseline's trial;
+    * ``configuration_baseline``: the configuration of the baseline's trial;
+    * ``full_rate``: the requested rate of the baseline's trial in Mbit/s, 4 times that of the compared trial;
+    * ``parity``: the compared trial's tokens per second over the baseline's tokens per second;
+    * ``disturbed``: whether either trial was disturbed.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     named_in_suite = shaped["role"].eq("baseline").any()

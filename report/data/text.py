@@ -18,10 +18,10 @@ _LABEL_CHARACTERS: Final = 48
 
 
 def occasions_in_words(count: int) -> str:
-    """Return caption text that says what intervals of seconds include if trials ran at ``count`` occasions.
+    """Return caption text on whether the intervals of seconds include differences between occasions.
 
-    An occasion is a start of a machine, or a run more than an hour apart from others.  The text is empty if ``count``
-    is 0.
+    They do if the trials ran at several occasions.  An occasion is a boot of a machine, or a run more than an hour
+    apart from others, and ``count`` is the number of occasions.  The text is empty if ``count`` is 0.
     """
     if count == 0:
         return ""
@@ -37,9 +37,9 @@ def occasions_in_words(count: int) -> str:
 
 
 def left_out_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences that say what a disturbed trial is, and how many trials or pairs the intervals leave out for it.
+    """Return sentences that define disturbed trials, and count the trials or pairs that were left out as disturbed.
 
-    The text is empty if no interval leaves out any.
+    The text is empty if none of the ``intervals`` leaves out a trial or pair.
     """
     counts = [(each.left_out, each.n + each.left_out) for each in intervals if each.left_out]
     if not counts:
@@ -53,9 +53,10 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
 
 
 def none_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences on why some of the estimates in ``intervals`` have no interval; empty if no reason is known.
+    """Return sentences that say why estimates have no interval.
 
-    For example, ``n = 3: no interval; six are needed.``  Each reason is given once.
+    For example, ``n = 3: no interval; six are needed.``  Each reason is given once.  ``intervals`` are the estimates,
+    with or without an interval.  The text is empty if all of them have an interval, or if no reason is known.
     """
     few = [interval for interval in intervals if not interval.known and interval.why_none]
     return " ".join(f"{why}." for why in sorted({interval.why_none for interval in few}))

@@ -43,10 +43,11 @@ def grid(
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure with ``rows`` x ``columns`` panels, and the panels as a list of rows.
 
-    ``heights`` are the heights of the rows in inches, with the panels' titles and axes.  If ``around`` is not 0, the
-    heights are those of the panels alone, and each panel has ``around`` inches for its title and its x axis.  With
-    ``share_y``, the panels of a row share their y axis.  A figure of a narrow ``style`` shows all panels in one column,
-    but they are returned as ``rows`` x ``columns``, too.
+    ``heights`` are the heights of the rows in inches.  They include the panels' titles and axes if ``around`` is 0.
+    Otherwise they are the heights of the panels alone, and each panel gets ``around`` further inches for its title and
+    its x axis.  With ``share_y``, the panels of a row share their y axis.
+    With a narrow ``style``, the figure shows all panels in one column, and no panels share an axis.  The returned list
+    has ``rows`` x ``columns`` panels in this case, too.
     """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
@@ -98,9 +99,9 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
 def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Iterable[float] = ()) -> None:
     """Make an axis logarithmic, with plain labels.
 
-    Ticks are at ``values``, which are all values of the data along this axis, if they are few.  A value has no tick if
-    this tick would be too near to the tick of a smaller value.  If there are many values, or none are given, ticks are
-    at the decades; an axis of less than three decades then has ticks at 1, 2 and 5 times each decade.
+    ``values`` are all values of the data along this axis.  If they are few, each value has a tick; a value that is too
+    near to a smaller value with a tick has none.  If there are many values, or none are given, ticks are at powers of
+    10.  An axis of less than three decades then also has ticks at 2 and 5 times each power of 10.
     """
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())

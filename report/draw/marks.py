@@ -1,4 +1,4 @@
-"""Defines marks, the ways to draw a tidy table: rows, lines, stacked bars, a Pareto front, or lanes of time.
+"""Defines marks, the ways to draw a tidy table: rows, lines, stacked bars, a Pareto front, or a timeline.
 
 A mark also writes the sentences of a caption that say what is drawn.
 """
@@ -89,9 +89,10 @@ def _dots(measures: Sequence[Measure]) -> str:
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """Return the end of a caption's sentence on strokes: ``; strokes ( | ): scheduled step / measured step``.
+    """Return the end of a caption's sentence, which says what the short strokes in the figure stand for.
 
-    ``mark`` are the words for a stroke, here ``strokes ( | )``.  The text is empty if no measure has strokes.
+    For example, ``; strokes ( | ): scheduled step / measured step``.  ``mark`` are the words before the colon, here
+    ``strokes ( | )``.  The text is empty if no measure has strokes.
     """
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
@@ -99,11 +100,12 @@ def _strokes(measures: Sequence[Measure], mark: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Draws a row for each configuration; each setting has a panel for each measure.
+    """Draws a panel for each setting and measure, with a row for each configuration.
 
-    The panels of a setting are side by side, and those of a measure stand above one another, with the same ends of the
-    x axis.  A row shows the measure's value as a bar or point, its interval as a line, and each raw value as a dot.
-    Of many settings, the first :data:`_MOST_SETTINGS` are drawn.
+    A row shows the configuration's value of the measure as a bar or point, its interval as a line, and each raw value
+    as a dot.  The panels of one setting are side by side.  The panels of one measure are above one another, and their
+    x axes have the same limits.
+    At most :data:`_MOST_SETTINGS` settings are drawn, the first ones.
     """
 
     measures: tuple[Measure, ...]
@@ -412,8 +414,9 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Draws spans of time as bars, one row of bars for each lane.
+    """Draws a traced step as a timeline, with one bar for each span of time.
 
+    Spans of the same kind of work, such as computation or waiting, form a lane; each lane has a row of its own.
     There is a panel for each value of the table's column ``panel``.
     """
 

@@ -48,11 +48,11 @@ def common_to(data: pd.DataFrame) -> str:
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names under which a sentence mentions ``some`` strategies of libraries such as FSDP2.
+    """Return the names by which a sentence mentions the strategies ``some`` of libraries such as FSDP2.
 
-    If ``some`` has two or more strategies of a library, and the figure shows no further strategies of this library,
-    they are mentioned by the library's name: ``FSDP2`` stands for ``FSDP2`` and ``FSDP2, kept``.  All other strategies
-    keep their names; a name with a comma is in quotation marks.  ``shown`` are all strategies that the figure shows.
+    If ``some`` has all strategies of a library that the figure shows (``shown``), and these are at least two, the
+    library's name stands for them: ``FSDP2`` stands for ``FSDP2`` and ``FSDP2, kept``.  All other strategies keep their
+    own names; a name with a comma is put in quotation marks.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):
@@ -113,7 +113,7 @@ def by_configuration(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def by_setting(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return (title, rows) for each setting; the title names what not all settings share (:func:`titles_of`)."""
+    """Return (title, rows) for each setting; the title tells it from the other settings (:func:`titles_of`)."""
     return [(title, data[data["setting"] == setting]) for setting, title in titles_of(data).items()]
 
 

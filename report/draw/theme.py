@@ -95,7 +95,10 @@ def of_parts(parts: Sequence[str]) -> dict[str, str]:
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Return a look for each line, by its name, if lines are not configurations; colours go from dark to light."""
+    """Return a look for each line, by name, for figures whose lines are not configurations.
+
+    The colours go from dark for the first name to light for the last.
+    """
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 

@@ -1,8 +1,8 @@
-"""Finds counterparts: for some configurations of a suite, another configuration that they are compared with.
+"""Finds counterparts: configurations with which others are compared instead of with the suite's baseline.
 
 For example, a suite that varies the schedule of ZeRO++ asks what each schedule changes.  A comparison with the suite's
-baseline, ZeRO-3, does not answer this question.  A comparison with ZeRO++ without a schedule does: it is the
-counterpart of each ZeRO++ with a schedule.
+baseline, ZeRO-3, does not answer this question.  A comparison with ZeRO++ without a schedule does.  So ZeRO++ without a
+schedule is the counterpart of each ZeRO++ with a schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FEWEST_FIELDS: Final = 2
 
 
 class Counterparts(NamedTuple):
-    """Records in which configurations are compared with other configurations instead of with the suite's baseline."""
+    """A suite's records, with some configurations compared with counterparts instead of with the suite's baseline."""
 
     # For :func:`one_field`, the field in which each configuration differs from its counterpart.  For :func:`of_preset`,
     # the strategy that is the counterpart of all.
@@ -44,18 +44,20 @@ class Counterparts(NamedTuple):
 
 
 def one_field(derived: Derived) -> Counterparts | None:
-    """Compare configurations with counterparts from which they differ in one field of the policy.
+    """Compare configurations with counterparts from which they differ in a single field of the policy.
 
-    A configuration's name lists the fields that it changes.  Its counterpart for one of these fields is the
-    configuration with the same setting, strategy and changes, except that it does not change this field.  For example,
-    the counterpart of ``ZeRO++ (g int8:64, feedback loco)`` for ``feedback`` is ``ZeRO++ (g int8:64)``.  The function
-    chooses the field for which the most configurations have a counterpart.  Configurations with a control, which is a
-    deliberate fault, are ignored.
+    A configuration's counterpart for a field that it changes is the configuration that does not change this field, and
+    is equal in all else: setting, strategy, training fields and other changes.  For example, the counterpart of
+    ``ZeRO++ (g int8:64, feedback loco)`` for field ``feedback`` is ``ZeRO++ (g int8:64)``.  The function chooses the
+    field for which the most configurations have a counterpart.  Configurations with a control, which is a deliberate
+    fault, are ignored.
 
     Returns:
-        The records of the configurations that have a counterpart for the chosen field.  None if these are fewer than
-        :data:`FEWEST`.  None also if all their counterparts are baselines, since the suite's own records then already
-        make these comparisons.
+        The suite's records, in which each configuration with a counterpart for the chosen field is compared with this
+        counterpart.  None in each of these cases:
+
+        * Fewer than :data:`FEWEST` configurations have a counterpart.
+        * All these counterparts are baselines of the suite, so that the suite's own records make the same comparisons.
     """
     trials = with_policies(derived)
     changes = {key: changes_of(trial) for key, trial in trials.items()}
@@ -76,21 +78,21 @@ def one_field(derived: Derived) -> Counterparts | None:
 
 
 def of_preset(derived: Derived) -> Counterparts | None:
-    """Compare the configurations that change a strategy with the strategy itself, which the suite must also have.
+    """Compare variants of a strategy, such as ``ZeRO++ (sums fp16)``, with the unchanged strategy, such as ``ZeRO++``.
 
-    A configuration counts as a change of a strategy if two conditions hold:
+    The unchanged strategy must be one of the configurations that the suite compares with its baseline.  Another
+    configuration is a variant of the strategy if two conditions hold:
 
-    * It differs from the unchanged strategy in fewer fields than from the baseline.
-    * No field in which it differs from the unchanged strategy has the baseline's value.
+    * Its policy differs from the strategy's policy in fewer fields than from the baseline's policy.
+    * In each field in which it differs from the strategy, it also differs from the baseline.
 
-    For example, ``ZeRO++ (sums fp16)`` and ``ZeRO++, DeepSpeed's`` change ``ZeRO++``, and ``qwZ`` does not.  A strategy
-    is considered only if it differs from the baseline in at least :data:`FEWEST_FIELDS` fields, since otherwise
-    ``ZeRO++`` would count as a change of ``qwZ``.  Of all strategies, the strategy that the most configurations change
-    is chosen.
+    For example, ``ZeRO++ (sums fp16)`` and ``ZeRO++, DeepSpeed's`` are variants of ``ZeRO++``, and ``qwZ`` is not.
+    Strategies that differ from the baseline in fewer than :data:`FEWEST_FIELDS` fields are not considered, since
+    otherwise ``ZeRO++`` would be a variant of ``qwZ``.  The strategy with the most variants is chosen.
 
     Returns:
-        The records of the configurations that change the chosen strategy.  None if these are fewer than
-        :data:`FEWEST_OF_PRESET`.
+        The suite's records, in which the variants of the chosen strategy are compared with this strategy.  None if
+        there are fewer than :data:`FEWEST_OF_PRESET` variants.
     """
     trials, known = with_policies(derived), effects.baselines(derived)
     fields = {key: own_fields(trial) for key, trial in trials.items()}
@@ -143,9 +145,9 @@ def own_fields(trial: Trial) -> dict[str, str]:
 def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
     """Return a copy of the records in which some configurations are compared with counterparts instead of baselines.
 
-    ``counterparts`` maps the (setting, configuration) of each of them to its counterpart, the name of another
-    configuration.  In the copy, these configurations have the role ``contrast``, their counterparts the role
-    ``baseline``, and all others no role.
+    The keys (setting, configuration) of ``counterparts`` are the configurations to compare, and its values the names of
+    their counterparts in the same setting.  In the copy, the configurations to compare have the role ``contrast``,
+    their counterparts the role ``baseline``, and all other configurations no role.
     """
     bases = {(setting, name) for (setting, _), name in counterparts.items()}
     frames, table = copy.copy(derived.frames), derived.finished
@@ -158,9 +160,10 @@ def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
 
 
 def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
-    """Return a text that is equal for equal configurations in one setting.
+    """Return text that identifies a configuration in a setting: equal configurations give equal texts.
 
-    ``trial`` gives the strategy and the fields of training, and ``changes`` the changes of the strategy's policy.
+    The configuration has the strategy and the fields of training (such as clipping) of ``trial``, and the strategy's
+    policy with ``changes``, which may differ from the policy of ``trial``.
     """
     fields = trial.canonical()
     others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]

@@ -68,7 +68,7 @@ class Effect:
 
     @property
     def counted(self) -> bool:
-        """Whether the quantity is counted exactly, such as bytes; it then has a value but no sample."""
+        """Whether the quantity is counted exactly, such as bytes; its change then has no sample (``n`` is 0)."""
         return self.change.n == 0 and self.change.known
 
     @property
@@ -117,9 +117,9 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 def sent(derived: Derived) -> dict[Key, Effect]:
     """Return the ratio of each configuration's bytes between nodes to its baseline's bytes.
 
-    For training, the bytes are those of a step.  Both are counted by ledgers or, if the configuration or the baseline
-    has no ledger, both by the nodes' interfaces.  For decoding, the bytes are those of one token after the first, by
-    the ledgers.
+    For training, the bytes are those of a step.  The ranks' ledgers count them.  If the configuration or the baseline
+    has no ledgers, the counts of the nodes' network interfaces are used for both.  For decoding, the bytes are those of
+    one token after the first, and the ledgers count them.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -197,13 +197,15 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-ups: how many times as fast each configuration reaches its baseline's final loss.
 
-    * If there is a reason against a verdict on its loss or on its steps (``why`` of :func:`losses` or of
-      :class:`report.effects.equal_loss.EqualLoss`), the verdict is ``inconclusive``.
-    * Otherwise, if it does not reach the baseline's loss, the verdict is ``not reached``, and there is no number.  The
-      seconds of its steps need not be known.
-    * Otherwise, it has a net speed-up, with the usual verdicts on a ratio.
+    The first of these cases that applies to a configuration decides:
 
-    A configuration without losses is left out.  In the first and the third case, a configuration is also left out if
+    * :func:`losses` gives a reason against a verdict on its loss (``why``): the verdict is ``inconclusive``.
+    * It does not reach the baseline's final loss: the verdict is ``not reached``, and there is no number.
+    * :class:`report.effects.equal_loss.EqualLoss` gives a reason why steps cannot be compared (``why``): the verdict is
+      ``inconclusive``.
+    * All other cases: it has a net speed-up, with the usual verdicts on a ratio.
+
+    Configurations without losses are left out.  Except in case ``not reached``, a configuration is also left out if
     :func:`report.effects.net_speed.foremost` has no net speed-up of it, for example because no source has the seconds
     of its steps.  If ``foremost`` has no net speed-up of any configuration, the dict is empty.
     """
@@ -222,10 +224,10 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """Return the memory of each configuration in MiB, as the engine counts it on the device of the fullest rank.
+    """Return the memory in MiB that each configuration takes on the device of the rank that holds the most.
 
-    With several trials, it is the median over trials.  DDP, FSDP2 and DeepSpeed are left out, because the count of a
-    library's memory lacks gathered weights and local gradients.
+    Our engine counts this memory, and the value is the median over trials.  DDP, FSDP2 and DeepSpeed are left out,
+    because the count of a library's memory lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
@@ -305,7 +307,7 @@ def needed(change: Interval, equal: float) -> int:
     """Return how many pairs would be needed for a significant change, if the change and its spread stay the same.
 
     The change is significant if its interval excludes ``equal``, the value that means "no difference".  If the change
-    was measured at several occasions, the number is that of occasions instead of pairs.  It is at least 6 and at most
+    was measured at several occasions, occasions are counted instead of pairs.  The result is at least 6 and at most
     :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n

@@ -43,14 +43,16 @@ class EqualLoss:
 
 
 def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
-    """Compare the steps that a configuration and its baseline need for equal losses.
+    """Compare the numbers of steps that a configuration and its baseline need to reach the same loss.
 
-    Each has a curve: its validation loss over steps, as the mean over the seeds that both have.  Steps are counted to
-    the higher of the two final losses.  Both curves reach this loss, so that nothing is extrapolated.
+    Configuration and baseline each have a curve of the validation loss over steps, which is the mean over the seeds
+    that both have.  The loss to be reached is the higher of the two final losses.  Both curves reach this loss, so that
+    nothing is extrapolated.
+
     The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
-    follows from the interval of the difference of the final losses (in pairs of one seed).  For example, if that
-    interval is 0.01 to 0.03 nats, the ratio's ends are the ratios that differences of 0.03 and of 0.01 nats would give.
-    If one of these ratios cannot be computed, the ratio has no interval.
+    follows from the interval of the difference of the final losses, compared seed by seed.  For example, if the
+    difference has the interval 0.01 to 0.03 nats, the ends of the ratio's interval are the ratios for differences of
+    0.03 nats and of 0.01 nats.  If either of these ratios cannot be computed, the ratio has no interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for
@@ -58,9 +60,11 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         base: Validations of the baseline, with the same columns.
 
     Returns:
-        The comparison.  If there is no ratio, ``ratio`` is NaN, and ``why`` gives the reason: the two share no seed, a
-        seed has no loss after the last step, a loss is infinite, a curve has a single validation, or a curve begins
-        below the loss to which steps are counted.
+        The comparison.  If there is no ratio, ``ratio`` is NaN, and ``why`` gives the reason, which is one of these:
+
+        * Configuration and baseline share no seed.
+        * A seed has no loss after the last step, or a loss is infinite.
+        * A curve has a single validation, or begins below the loss to be reached.
     """
     tables = [each.pivot_table(index="seed", columns="step", values="loss") for each in (own, base)]
     seeds = tables[0].index.intersection(tables[1].index)
@@ -91,7 +95,8 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     def to_equal(difference: float) -> tuple[float, float]:
         """Return the numbers of steps after which the configuration and the baseline reach the same loss.
 
-        ``difference`` is taken as the configuration's final loss minus the baseline's final loss, in nats.
+        ``difference`` is an assumed value, in nats, of the configuration's final loss minus the baseline's final loss.
+        The steps to the higher of these two losses are counted.
         """
         return steps_to(0, -difference), steps_to(1, difference)
 

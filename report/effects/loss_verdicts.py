@@ -42,15 +42,18 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 @lru_cache(maxsize=32)  # the answer, tables and figures ask for it
 def losses(derived: Derived) -> tuple[Row, ...]:
-    """Return one row for each configuration in each setting, from the trials with a final validation loss.
+    """Return the comparison of final validation losses with the baseline, one row per configuration and setting.
 
-    Besides the names of setting and configuration, a row has these keys:
+    Only trials with a final validation loss are used.  Besides the names of setting and configuration, a row has these
+    keys:
 
     * ``loss``: mean final loss over ``seeds`` seeds, after ``steps`` training steps;
     * ``id`` and ``baseline``: ids of the records of the configuration and its baseline, joined by spaces;
-    * ``difference``: the loss minus the baseline's loss, in pairs of one seed, with its interval;
+    * ``difference``: the loss minus the baseline's loss, compared seed by seed, with its interval;
     * ``margin``: by how many nats the loss may be higher than the baseline's;
-    * ``verdict`` on the difference and the margin, and ``power`` of the test behind it;
+    * ``verdict``: whether the difference is within the margin (:func:`non_inferiority`), or ``too short: ...`` or
+      ``too few: ...`` if there are too few training steps or seeds for a verdict;
+    * ``power``: the power of the test that gives the verdict;
     * ``target``: the baseline's mean loss plus the margin;
     * ``reached``: the number of seeds that reach the target; ``seconds``: the median of their seconds to the target;
     * ``gain``: the baseline's seconds to the target over the configuration's, if all seeds of both reach it.
@@ -111,20 +114,21 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
 
 
 def allowed(derived: Derived) -> str:
-    """Return the margin, by which a loss may be higher than its baseline's, as text: ``1%`` or ``14 steps``.
+    """Return the margin by which a loss may be higher than the baseline's loss, as text: ``1%`` or ``14 steps``.
 
-    A percentage is of the baseline's loss.  Steps are returned if the suite names its margin in steps.
+    If the suite names a margin in training steps, the text gives these steps.  Otherwise the text is a percentage of
+    the baseline's loss.
     """
     steps = derived.frames.margin
     return f"{MARGIN:.0%}" if not steps else f"{steps} steps"
 
 
 def _margin(derived: Derived, base: pd.DataFrame) -> float:
-    """Return the margin in nats; ``base`` are the baseline's trials.
+    """Return the margin in nats by which a loss may be higher than the baseline's loss.
 
-    By default it is :data:`MARGIN` times the baseline's loss.  If the suite names a margin in steps, it is the number
-    of nats by which the baseline's mean loss falls in this number of steps, at the rate of the last quarter of
-    training.
+    ``base`` are the baseline's trials.  By default, the margin is :data:`MARGIN` times the baseline's loss.  If the
+    suite names a margin in training steps, this is converted to nats by the slope of the baseline's mean loss in the
+    last quarter of training.
     Returns NaN if the loss does not fall in this quarter, or if the quarter has fewer than two validations.
     """
     if not (steps := derived.frames.margin):
@@ -143,10 +147,11 @@ def front(derived: Derived) -> pd.DataFrame:
     There is one row per setting and configuration; in each setting, rows are in ascending order of the bytes, ``sent``.
     Configurations with losses of fewer than 6 seeds are left out.  Settings in which fewer than
     :data:`FEWEST_OF_FRONT` configurations remain are left out, too.
-    The rivals of a configuration are the other configurations that send at most as many bytes.  The losses of rivals
-    and configuration are compared in pairs of one seed.  Column ``front`` holds the result:
+    The rivals of a configuration are the other configurations of the setting that send at most as many bytes.  The
+    configuration's losses are compared with each rival's losses, seed by seed.  Column ``front`` holds the result:
 
-    * ``no``: a rival has a significantly lower loss.  Column ``beaten`` names the rival with the lowest loss of these.
+    * ``no``: at least one rival has a significantly lower loss.  Column ``beaten`` names the rival that beats the
+      configuration; if several rivals do, it names the one with the lowest loss.
     * ``yes``: all rivals have significantly higher losses, or there are no rivals.
     * ``inconclusive``: all other cases.
     """
@@ -187,8 +192,9 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 def power(difference: Interval, margin: float) -> float:
     """Return the power of the test: the probability of the verdict "within the margin" if the true difference is 0.
 
-    The verdict is given if the interval of the difference ends below ``margin``.  From ``difference``, only the number
-    of seeds and the spread between them are used.  The probability follows from the noncentral t distribution.
+    The verdict "within the margin" needs an interval of the difference that ends below ``margin`` (nats).  The number
+    of seeds and the spread between them are taken from ``difference``; its estimate is not used.  The probability
+    follows from the noncentral t distribution.
     The power is NaN if ``difference`` has no interval.
     """
     if not difference.known:
@@ -210,8 +216,8 @@ def non_inferiority(difference: Interval, margin: float) -> str:
     verdict that applies is returned:
 
     * ``beyond the margin``: the interval of the difference lies above the margin.
-    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`, so that even a configuration that
-      is equal to the baseline would too often not be found within the margin.
+    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`: even a configuration that is equal
+      to the baseline would too rarely get the verdict ``within the margin``.
     * ``within the margin``: the interval lies below the margin.
     * ``inconclusive``: the margin lies inside the interval.
 
@@ -256,10 +262,10 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Return one row per trial, with the columns ``reached`` and ``seconds``.
+    """Return whether and when the validation loss of each trial falls to ``target``, one row per trial.
 
-    ``reached`` says whether any validation loss of the trial is at most ``target``.  ``seconds`` are the training
-    seconds after which it falls to ``target`` (:func:`first_at`); they are NaN in trials that were not timed.
+    Column ``reached`` says whether any validation loss of the trial is at most ``target``.  Column ``seconds`` holds
+    the training seconds after which the loss falls to ``target`` (:func:`first_at`); NaN in trials that were not timed.
     """
     curves, reached, seconds = derived.frames.validations, {}, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
@@ -273,13 +279,14 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 
 
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
-    """Return the ratio of the baseline's seconds to a configuration's seconds, each to a target (:func:`_seconds_to`).
+    """Return how many times as fast a configuration reaches a target loss as its baseline, with the interval.
 
-    The ratio is a mean over pairs of trials that have the same seed and occasion, as far as
-    :func:`~report.data.speedups.undisturbed` keeps them.  Two intervals are computed, over occasions and over seeds;
-    the wider is returned.
-    The ratio is NaN if any trial never reaches the target: leaving out such a slow trial would make the others look
-    faster.  It is also NaN if the seconds of any trial are not known, or if there are no pairs.
+    This is the baseline's training seconds to the target over the configuration's (:func:`_seconds_to`), as a geometric
+    mean over pairs of trials with the same seed and occasion.  Disturbed pairs are left out, or kept if all pairs are
+    disturbed (:func:`~report.data.speedups.undisturbed`).  One interval is computed over occasions and another one over
+    seeds; the wider of the two is returned.
+    The ratio is NaN if any trial never reaches the target, since without such a slow trial its configuration would look
+    faster than it is.  The ratio is also NaN if the seconds of any trial are not known, or if there are no pairs.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():
         return _NONE

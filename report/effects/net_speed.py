@@ -38,9 +38,10 @@ class NetSpeed:
 
     @property
     def at_both(self) -> Interval:
-        """How many times as fast the configuration reaches the higher of its and the baseline's final losses.
+        """How many times as fast as its baseline the configuration reaches the higher of the two final losses.
 
-        Both reach this loss.  The value is NaN if the steps to it, or the seconds of a step, are unknown.
+        Both configurations reach this loss.  The value is NaN if the numbers of steps to this loss, or the seconds of a
+        step, are unknown.
         """
         if self.step is None or self.equal.why:
             return NONE
@@ -48,7 +49,10 @@ class NetSpeed:
 
     @property
     def net(self) -> Interval:
-        """How many times as fast the configuration reaches the baseline's final loss; NaN if it does not reach it."""
+        """How many times as fast as its baseline the configuration reaches the baseline's final loss.
+
+        NaN if the configuration does not reach this loss.
+        """
         return self.at_both if self.equal.reached else NONE
 
 
@@ -56,8 +60,9 @@ class NetSpeed:
 def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
     """Return the net speed-ups of all configurations whose loss is compared with a baseline's.
 
-    A configuration has one entry for each pair of a source of seconds (records or a machine's model) and a setting in
-    which this source has its seconds.  A configuration without any seconds has one entry, whose ``step`` is None.
+    The seconds of a configuration's step may be known from several sources (records of suites, or a model of a machine)
+    and in several settings of a source.  The result has one entry for each configuration, source and setting.  A
+    configuration whose seconds no source has gets one entry, whose ``step`` is None.
     Configurations that trained for fewer than :data:`LEAST_STEPS` steps are left out, since their losses hardly depend
     on the policy.
     """
@@ -72,8 +77,9 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
 def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
     """Return the net speed-ups of one configuration over the trials ``base``, given by their ids.
 
-    There is one entry for each source of seconds and each setting of the source; without any seconds there is a single
-    entry, whose ``step`` is None.  ``row`` is the configuration's row of :func:`report.effects.loss_verdicts.losses`.
+    There is one entry for each source of the seconds of a step and each setting of the source.  If no source has the
+    seconds, there is a single entry, whose ``step`` is None.  ``row`` is the configuration's row of
+    :func:`report.effects.loss_verdicts.losses`.
     """
     own = row["id"].split()
     equal = equal_loss(_curves(derived, own), _curves(derived, base))
@@ -82,11 +88,11 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return the one net speed-up of each configuration that the table of verdicts shows, by (setting, configuration).
+    """Return the net speed-up of each configuration for the table of verdicts, by (setting, configuration).
 
-    It is computed with the first of the sources that has the seconds of the configuration's steps.  A configuration is
-    left out if no source has them, or if the first such source has them in several settings, which may give different
-    net speed-ups.
+    If several sources have the seconds of a configuration's step, the net speed-up is computed from the first of them.
+    A configuration is left out in two cases: no source has its seconds, or the first source that does has them in
+    several settings, which may give different net speed-ups.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):
@@ -96,7 +102,7 @@ def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
 
 
 def in_words(equal: EqualLoss) -> str:
-    """Return text on a baseline's loss that is not reached: ``not reached: 1.705 against 1.683``.
+    """Return text for a configuration that does not reach its baseline's loss: ``not reached: 1.705 against 1.683``.
 
     The first number is the configuration's final loss, the second the baseline's.  Both have as many digits as are
     needed to see a difference.
@@ -141,10 +147,10 @@ def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Return whether the first source of seconds has the configuration's seconds in one setting only.
+    """Return whether the first source has the seconds of a configuration's step in one setting only.
 
-    ``rows`` are all net speed-ups of one configuration, in the order of their sources: one for each setting in which a
-    source has the seconds.
+    ``rows`` are all net speed-ups of the configuration: one for each source and each of the source's settings, in the
+    order of the sources.
     """
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1

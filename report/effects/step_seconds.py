@@ -52,7 +52,7 @@ class StepSpeed:
 
     @property
     def named(self) -> str:
-        """The source as text, followed by the setting of the seconds if it is not the suite's own records."""
+        """The source as text: ``this suite's own records``, or another source followed by ``where`` in parentheses."""
         return self.source if self.source == OWN else f"{self.source} ({self.where})"
 
 
@@ -60,8 +60,8 @@ def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
     """Return the speed-ups of a step of trial ``own`` over a step of trial ``base``, from each source of seconds.
 
     ``own`` and ``base`` are ids of trials.  The sources are ``derived.sources``, in this order, and then the suite's
-    own records.  A source gives one speed-up for each of its settings that has the seconds of both, so it may give
-    none.
+    own records.  A source gives one speed-up for each of its settings in which it has the seconds of both steps; this
+    may be no setting at all.
     """
     trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
     found = list[StepSpeed]()
@@ -185,9 +185,11 @@ def _fields(trial: Trial) -> dict[str, Any]:
 
 
 def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up of trial ``own`` over trial ``base`` in their setting, by the suite's records, in a list.
+    """Return the speed-up of a configuration over its baseline in one setting, from the suite's own records.
 
-    The list is empty if the setting's seconds do not count (``shaped`` in :func:`_known`), or if there are no pairs.
+    ``own`` and ``base`` are ids of trials of the configuration and the baseline in this setting.  The result is a list
+    of one.  It is empty if the seconds of this setting must not be used (``shaped`` in :func:`_known`), or if no pairs
+    of trials can be formed.
     """
     known = _known(derived).set_index("id")
     first = known.loc[own]
@@ -224,7 +226,10 @@ def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[S
 
 
 def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
-    """Return the speed-up of pairs of trials, with the geometric means of both trials' seconds over the pairs."""
+    """Return the speed-up over pairs of trials, with the geometric means of the seconds of a step behind it.
+
+    ``pairs`` are rows of :func:`report.data.speedups.pairs`, and ``source`` is text that names their source.
+    """
     kept = speedups.undisturbed(pairs)
     seconds, base = (speedups.geometric(kept[name]) for name in ("step_seconds", "baseline_seconds"))
     return StepSpeed(speedups.speedup(pairs), seconds, base, source, str(pairs["where"].iloc[0]))
@@ -233,11 +238,11 @@ def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
 def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list[StepSpeed]:
     """Return the speed-up of trial ``own`` over trial ``base`` that a machine's model of steps predicts, in a list.
 
-    The list is empty if the model cannot predict the step of either trial.
+    The list is empty if the model cannot predict the step of one of the trials.
     A machine file may have several fits of the model to the calibration's measurements.  The estimate is from the first
-    fit.  The interval covers the ratios from all fits, and is widened by two standard deviations of the calibration's
-    errors, which are taken as independent for the two steps.  With one fit and without such errors, both ends equal the
-    estimate.
+    fit.  The interval covers the speed-ups from all fits.  It is widened by two standard deviations of the
+    calibration's errors, which are taken as independent for the two steps.  If there is one fit, and the machine
+    file gives no such errors, both ends of the interval equal the estimate.
     """
     machine = source.machine
     assert machine is not None  # noqa: S101  # the caller has looked
@@ -263,8 +268,11 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
     """Return the predicted time of a trial's step on the source's machine, from the units and bytes of its record.
 
-    Returns None if FSDP2, DDP, DeepSpeed or a single process trains the model, with or without our collectives.
-    Returns None also if the work of the step or the bytes that a node sends in it are not known.
+    Returns None in each of these cases:
+
+    * The trial does not use our engine: DDP, FSDP2 or DeepSpeed trains the model, even if our collectives send the
+      messages, or a single process does.
+    * The work of the step, or the bytes that a node sends in the step, are not known.
     """
     machine, trial = source.machine, derived.frames.trial_of[identity]
     if machine is None or trial.resolved_policy() is None or trial.host is not None:

@@ -151,7 +151,7 @@ FINAL_LOSS: Final = Figure(
 def _front(derived: Derived) -> pd.DataFrame:
     """Return one row per trial of the settings that have a Pareto front of bytes and losses.
 
-    ``m`` are the bytes of a step in M, and ``excess`` is the loss minus the baseline's loss in nats.
+    ``m`` are the bytes of a micro-batch in M, and ``excess`` is the loss minus the baseline's loss in nats.
     """
     known = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["setting"].isin(known["setting"])].dropna(
@@ -185,13 +185,14 @@ FRONTIER: Final = Figure(
 
 
 def _sent(derived: Derived) -> pd.DataFrame:
-    """Return the errors of gradients at each trial's last measured step, one row for each hop and for the whole.
+    """Return the errors (vNMSE) of the reduced gradients at each trial's last measured step.
 
-    Column ``each_hop`` holds the error of a hop, and ``end_to_end`` the error from end to end.  Messages without any
-    error are left out.
+    Each hop has a row, with its error in column ``each_hop``.  A further row has the error from end to end, over all
+    hops together, in column ``end_to_end``.  Errors of 0 are left out.
     """
     errors = derived.sent_errors
-    last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1) & errors["vnmse"].gt(0)])
+    last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1)])
+    last = last[last["vnmse"].gt(0)]
     end = last["hop"].isna()
     return last.assign(end_to_end=last["vnmse"].where(end), each_hop=last["vnmse"].where(~end))
 
@@ -227,9 +228,13 @@ SENT_ERROR: Final = Figure(
 def _costs(derived: Derived) -> pd.DataFrame:
     """Return one row for each trial whose bytes and error are both known and above 0.
 
-    Settings with fewer than :data:`_FEWEST` such configurations are left out.  ``m`` are the bytes of a step in M,
-    ``vnmse`` is the larger of the errors from end to end of gradients and of weights, and ``excess`` the loss minus the
-    baseline's loss in nats.
+    Settings in which fewer than :data:`_FEWEST` configurations have such trials are left out.  The columns are:
+
+    * ``m``: the bytes between nodes in a step, divided by the number of micro-batches and by M, the bytes of one
+      all-gather of the model in 16 bits;
+    * ``vnmse``: the largest of the errors from end to end at the last measured step: that of the gradients, that of the
+      weights and, with hpZ, that of the weights from hpZ's copy;
+    * ``excess``: the loss minus the baseline's loss, in nats.
     """
     trials, errors = derived.trials, derived.sent_errors
     last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
@@ -254,8 +259,8 @@ PARETO: Final = Figure(
         (
             Measure(
                 "vnmse", "vNMSE of what was sent",
-                "the larger of two errors (of gradients from their exact mean, and of weights from their masters) "
-                "at the last measured step, median over trials",
+                "the largest error (of gradients from their exact mean, and of weights and hpZ's copy from their "
+                "masters) at the last measured step, median over trials",
                 form=number(2), log=True,
             ),
             _EXCESS_OVER_SEEDS,

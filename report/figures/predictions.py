@@ -38,13 +38,14 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 
 
 def score(rows: pd.DataFrame) -> dict[str, float]:
-    """Return scores of the predictions in ``rows``, which are rows of :func:`measured_over`.
+    """Return scores that say how close the predictions in ``rows`` are; ``rows`` are rows of :func:`measured_over`.
 
     - ``settings``: the number of combinations of setting and configuration.
     - ``median``, ``ninth``: the median and the 90th percentile of the predictions' relative errors, over these
       combinations.
-    - ``trial_median``, ``trial_ninth``: the same over single trials.
-    - ``naive_median``, ``naive_ninth``: the same over combinations, if computation plus wire is the prediction.
+    - ``trial_median``, ``trial_ninth``: the same two numbers over single trials.
+    - ``naive_median``, ``naive_ninth``: the same two numbers over combinations, for the naive prediction, which adds
+      the seconds of computation and the seconds of messages between nodes.
     - ``pairs``: the number of pairs of configurations in one setting whose measured steps differ by more than the share
       :data:`APART`.
     - ``ordered``: the share of these pairs for which the faster configuration was predicted to be faster.

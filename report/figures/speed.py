@@ -57,9 +57,10 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials whose topology and tokens per rank ran at several rates, with a column ``panel``.
+    """Return the trials that ran at several link rates (:func:`report.data.speedups.several_rates`), with their panels.
 
-    ``panel`` is the title of the trial's panel; there is one for each topology and number of tokens per rank.
+    The new column ``panel`` is the title of the panel that shows the trial.  There is one panel for each topology and
+    number of tokens per rank.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
@@ -70,7 +71,10 @@ def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _pairs(derived: Derived) -> pd.DataFrame:
-    """Return all pairs of a trial and the baseline's trial, if any two trials on several nodes are compared."""
+    """Return all pairs of a trial and the baseline's trial (:func:`report.data.speedups.pairs`).
+
+    The table is empty if no configuration is compared with the baseline on two or more nodes.
+    """
     rows = derived.pairs
     if not (rows["nodes"].gt(1) & rows["id"].ne(rows["baseline"])).any():
         rows = rows.iloc[:0]
@@ -87,9 +91,10 @@ def _pairs(derived: Derived) -> pd.DataFrame:
 
 
 def _at_one_rate(derived: Derived, known: str, *, least_nodes: int = 1) -> pd.DataFrame:
-    """Return the pairs of settings on ``least_nodes`` or more, without the settings that ran at several rates.
+    """Return the pairs of trials (:func:`_pairs`) without those that can be compared over several link rates.
 
-    Settings in which the column ``known`` has no value are left out.
+    Figures over rates show the pairs that are left out (:func:`_over_rates`).  Settings on fewer than ``least_nodes``
+    nodes are left out, too, and settings in which no pair has a value in the column named by ``known``.
     """
     rows = _pairs(derived)
     rows = rows.drop(speedups.several_rates(rows).index)
@@ -266,9 +271,10 @@ SCALING: Final = Figure(
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Return the seconds of the parts of each trial's step, scaled to the step that the table Summary prints.
+    """Return the seconds of each part of a step, one row per trial and part, scaled to the step in the table Summary.
 
-    After scaling, the means of a configuration's parts add up to the configuration's step in this table.
+    After scaling, the means of a configuration's parts add up to the step that the table Summary prints for this
+    configuration.
     """
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     keys = ["setting", "configuration"]

@@ -1,1 +1,1 @@
-"""The kinds of sentences that follow the first one in the head of a page, a module for each subject."""
+"""Writes the sentences that follow the first sentence in the head of a page; each module is on one subject."""

@@ -32,7 +32,7 @@ class Head:
 
     @property
     def shown(self) -> str:
-        """The quantity that sentences name: ``tokens`` if the suite asks for decoding speed, and else ``kind``."""
+        """The quantity that sentences name: ``tokens`` if the suite asks for decoding speed; otherwise ``kind``."""
         return "tokens" if self.asked == "tokens" else self.kind
 
     @cached_property

@@ -22,7 +22,7 @@ _FEWEST_LIBRARIES: Final = 2  # a sentence on the fastest settings names at leas
 def on_libraries(derived: Derived, found: Mapping[str, Sequence[Interval]]) -> list[str]:
     """Return the sentences that follow the first sentence of a page about libraries (:func:`report.sentence.on_peers`).
 
-    ``found`` has, by setting, the speed-ups of our configurations over those of libraries
+    ``found`` maps each setting to the speed-ups of our configurations over the libraries' configurations
     (:func:`report.tables.peers.ours_over_peers`).  With several settings, there is a sentence on the speed-ups in each
     setting.  With a single setting, there are sentences on the fastest configuration of each library.
     """

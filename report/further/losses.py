@@ -33,17 +33,15 @@ _three_digits: Final = number(3)
 def on_fewest_bytes(head: Head) -> list[str]:
     """Return sentences on the configuration that sends the fewest bytes at a loss as low as the baseline's.
 
-    Which losses are low enough depends on the quantity that the suite asks for:
+    Which losses are low enough, and what is said, depends on the suite:
 
-    * Bytes: the losses that equal the baseline's in every digit.
-    * Loss: the losses that are not significantly higher than the baseline's.  If there are none, the losses that are
-      higher within the margin.
-
-    If the suite asks for losses, a sentence on the configuration's net speed-up follows.
-
-    There is one exception.  A suite that asks for losses may vary several fields of the policy one at a time, so that
-    at least two fields are each the only change of at least :data:`_FEWEST` configurations.  The result then has a
-    sentence for each of these fields, on the configurations that change this field alone.
+    * The suite asks for bytes: a loss is low enough if it equals the baseline's in every digit.
+    * The suite asks for losses: a loss is low enough if it is not significantly higher than the baseline's.  If there
+      is no such loss, losses that are higher within the margin are low enough.  If a single configuration sends the
+      fewest bytes, a sentence on its net speed-up follows.
+    * The suite asks for losses and varies several fields of the policy one at a time: there is a sentence for each of
+      these fields instead, on the configurations that change this field alone.  There must be two or more fields that
+      are the only change of at least :data:`_FEWEST` configurations each.
 
     The list is empty in each of these cases:
 
@@ -105,7 +103,10 @@ def _share(head: Head, key: Key) -> str:
 
 
 def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of the configurations that send the fewest bytes: several, if their numbers are printed alike."""
+    """Return the keys of the configurations that send the fewest bytes.
+
+    There are several if their bytes, as a share of the baseline's, are equal in the three digits that are printed.
+    """
     fewest = min((float(_share(head, key)) for key in keys), default=0.0)
     return [key for key in keys if float(_share(head, key)) == fewest]
 
@@ -136,9 +137,9 @@ def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
 def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
     """Return the sentence that says which of the configurations ``keys`` sends the fewest bytes, as a list of one.
 
-    All ``keys`` change only ``field``.  The sentence chooses among the configurations whose loss is not significantly
-    higher than the baseline's or, if there are none, among those whose loss is higher within the margin.  The list is
-    empty if there are none of either kind, or if several of them send the fewest bytes.
+    All ``keys`` change only ``field``.  The choice is among the configurations whose loss is not significantly higher
+    than the baseline's.  If there are no such configurations, it is among the configurations whose loss is higher
+    within the margin.  The list is empty if there are none of either kind, or if several of them send the fewest bytes.
     """
     alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
     if not alike:
@@ -171,10 +172,10 @@ def _losses(head: Head, key: Key) -> pd.Series[float]:
 def on_equal_bytes(head: Head) -> list[str]:
     """Return a sentence on each group of at least :data:`_FEWEST` configurations that send equal bytes.
 
-    The sentence names the configuration with the lowest mean loss, and says how many of the others have significantly
-    higher losses, in pairs of one seed.  If there is a single group, a sentence on the memory of this configuration
-    follows.  The list is empty if the suite does not ask for losses, or if configurations are compared in several
-    settings or with several baselines.
+    The sentence names the configuration of the group with the lowest mean loss, and says how many others of the group
+    have significantly higher losses, compared seed by seed.  If there is a single group, a sentence on the memory of
+    the named configuration follows.  The list is empty if the suite does not ask for losses, or if configurations are
+    compared in several settings or with several baselines.
     """
     losses, sent = head.compared("loss"), head.found.get("bytes", {})
     if head.asked != "loss" or len({(key[0], head.base_of(key)) for key in losses}) != 1:
@@ -204,7 +205,7 @@ def on_equal_bytes(head: Head) -> list[str]:
 def on_net_speed(head: Head) -> list[str]:
     """Return the sentence on the largest net speed-up, for suites in which no loss differs significantly.
 
-    A sentence with the number of configurations that did not reach the baseline's final loss follows, if there are any.
+    If some configurations did not reach the baseline's final loss, a sentence with their number follows.
     The list is empty if the suite does not ask for losses, if a loss differs significantly, or if no net speed-up is
     significant.
     """

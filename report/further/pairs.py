@@ -32,12 +32,12 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
     The counterparts are those that :func:`report.effects.counterparts.one_field` finds.  If it finds none, they are
     those of :func:`report.effects.counterparts.of_preset`.
 
-    * The first list has one sentence, on the difference from a counterpart that :func:`report.sentence.foremost`
-      chooses: a significant difference if there is any, and an improvement if any improvement is significant.  If no
-      difference is significant, the sentence says so.
-    * The second list has sentences on the bytes, the memory and the net speed-up of the configuration that the first
-      list's sentence is about.  A sentence for each of a few other configurations with the same counterpart follows.
-      The list is empty if no difference is significant.
+    * The first list has one sentence, on one configuration's difference from its counterpart.  This is usually the
+      largest significant improvement (:func:`report.sentence.foremost`).  If no difference is significant, the sentence
+      says so.
+    * The second list has sentences on the bytes, the memory and the net speed-up of the same configuration.  A sentence
+      for each of a few other configurations with the same counterpart follows.  The list is empty if no difference is
+      significant.
 
     Both lists are empty if there are no counterparts.  They are also empty if no difference from a counterpart has an
     interval, although the difference of the page's first sentence has one.
@@ -72,8 +72,9 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
 def _by_interval(effect: Effect) -> Effect:
     """Return an effect on a loss with a verdict by the interval alone: better, worse or not significant.
 
-    The suite's margin is ignored: it says how much higher than its baseline's a configuration's loss may be, which
-    means nothing for a counterpart.  An effect without a verdict stays as it is.
+    The suite's margin is ignored.  It limits by how much a configuration's loss may exceed the baseline's loss, and
+    says nothing about the loss of a counterpart.  An effect without an interval, or with a reason against a verdict
+    (``why``), stays as it is.
     """
     if effect.why or not effect.change.known:
         return effect
@@ -92,10 +93,11 @@ def _facts(head: Head, key: Key, counterpart: str, net: Effect | None) -> list[s
 
 
 def _bytes(head: Head, key: Key, counterpart: str) -> list[str]:
-    """Return ``X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``, as a list of one sentence.
+    """Return the sentence that compares the bytes of a configuration with those of its counterpart, as a list of one.
 
-    X is the configuration of ``key``, ZeRO-3 its baseline, and ZeRO++ its counterpart.  The list is empty if both send
-    equal bytes, or if the page's first sentence is about bytes.
+    For example, ``X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``  X is the configuration of
+    ``key``, ZeRO-3 its baseline, and ZeRO++ its counterpart.  The list is empty if configuration and counterpart send
+    equal bytes, if the bytes of one of them are not known, or if the page's first sentence is about bytes.
     """
     sent, base = head.found.get("bytes", {}), head.base_of(key)
     other = (key[0], counterpart)
@@ -110,10 +112,11 @@ def _bytes(head: Head, key: Key, counterpart: str) -> list[str]:
 
 
 def memory_sentence(head: Head, key: Key, counterpart: str) -> list[str]:
-    """Return ``X holds 1.64 MiB a rank where Y holds 1.23 MiB.``, as a list of one sentence.
+    """Return the sentence that compares the memory of a configuration with its counterpart's, as a list of one.
 
-    X is the configuration of ``key``, and Y is ``counterpart``.  The list is empty if both hold equal memory, if memory
-    was not measured, or if the page's first sentence is about memory.
+    For example, ``X holds 1.64 MiB a rank where Y holds 1.23 MiB.``  X is the configuration of ``key``, and Y is
+    ``counterpart``.  The list is empty if both hold equal memory, if memory was not measured, or if the page's first
+    sentence is about memory.
     """
     held = head.found.get("memory", {})
     pair = [held[each].value.estimate for each in (key, (key[0], counterpart)) if each in held]
@@ -124,10 +127,11 @@ def memory_sentence(head: Head, key: Key, counterpart: str) -> list[str]:
 
 
 def net_sentence(name: str, base: str, net: Effect | None) -> list[str]:
-    """Return ``The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``, as a list of one sentence.
+    """Return the sentence that states a configuration's net speed-up, as a list of one.
 
-    X is ``name``, ZeRO++ is ``base``, and ``net`` is the effect with the net speed-up.  The list is empty if the net
-    speed-up has no interval.
+    For example, ``The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``  X is ``name``, ZeRO++ is ``base``, and
+    ``net`` is the effect with the net speed-up.  The list is empty if the net speed-up has no interval, or if ``net``
+    has a reason against a verdict (``why``).
     """
     if net is None or net.why or not net.change.known:
         return []

@@ -32,9 +32,8 @@ def between_settings(head: Head) -> list[str]:
     """Return the sentence that compares the difference in a page's first sentence with its value in another setting.
 
     The first sentence states how much a configuration differs from its baseline in one setting.  The other setting is
-    the one in which the configuration's difference from its baseline is farthest from this value.  The differences of
-    losses in the two settings are subtracted, in pairs of one seed; speed-ups are divided, in pairs of one seed and
-    repeat.
+    the one in which this difference is farthest from its value in the first setting.  For losses, the two differences
+    are subtracted seed by seed.  For step times, the two speed-ups are divided for each seed and repeat.
 
     The list is empty in each of these cases:
 
@@ -123,8 +122,8 @@ def by_setting(head: Head) -> list[str]:
 
     The main configuration is the one that the page's first sentence is about.  Another configuration is similar if the
     suite compares it with the baseline, and if its policy differs from the main configuration's policy in exactly one
-    field.  There is one sentence for each similar configuration.  It is left out if no difference between the two is
-    significant in any setting.
+    field.  There is one sentence for each similar configuration that differs significantly from the main configuration
+    in at least one setting.
 
     The list is empty in each of these cases:
 
@@ -157,10 +156,10 @@ def _differ(fields: dict[Key, dict[str, str]], key: Key, other: Key) -> int:
 
 
 def _places_by_verdict(head: Head, keys: Sequence[Key], other: str) -> str:
-    """Return ``X is faster than Y with 400 Mbit/s, and is slower with 50 and 100 Mbit/s.``
+    """Return the sentence that says in which settings a configuration X is faster or slower than a configuration Y.
 
-    X is the configuration that the page's first sentence is about, and Y is ``other``.  ``keys`` are the pairs
-    (setting, X) of all settings.
+    For example, ``X is faster than Y with 400 Mbit/s, and is slower with 50 and 100 Mbit/s.``  X is the configuration
+    that the page's first sentence is about, and Y is ``other``.  ``keys`` are the pairs (setting, X) of all settings.
     The text is empty if X and Y do not differ significantly in any setting.
     """
     derived = compared_with(head.derived, dict.fromkeys(keys, other))

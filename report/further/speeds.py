@@ -58,12 +58,15 @@ def on_parts(head: Head) -> list[str]:
 
 
 def _parts(head: Head) -> dict[Key, int]:
-    """Return how many of the main configuration's changes each other configuration has, if it has some but not all.
+    """Return the configurations that have a part of the main configuration's changes, with their numbers of changes.
 
     The main configuration is the one that the page's first sentence is about (``head.key``).  A change is a field of
-    the policy whose value differs from the baseline's.  The keys of the result are (setting, configuration).
-    Configurations with a change that the main configuration lacks, and configurations whose speed-up has no interval,
-    are left out.
+    the policy whose value differs from the baseline's.  The keys of the result are (setting, configuration), and the
+    values the numbers of changes.  These configurations are left out:
+
+    * configurations with none or all of the main configuration's changes;
+    * configurations with a change that the main configuration lacks;
+    * configurations whose speed-up has no interval.
     """
     trials = with_policies(head.derived)
     base = trials.get((head.key[0], head.base_of(head.key)))
@@ -167,8 +170,8 @@ def on_bytes(head: Head) -> list[str]:
 def on_copies(head: Head) -> list[str]:
     """Return the sentence on the bytes that offload copies between device and host in a step, on a page about memory.
 
-    They are the bytes of the configuration that the page's first sentence is about.  The list is empty if nothing is
-    copied.
+    The bytes are those of the configuration that the page's first sentence is about, on its busiest rank.  The list is
+    empty if the page's first sentence is not about memory, or if the records count no such copies.
     """
     parts = head.derived.frames.memory
     parts = parts[parts["source"].eq("copied")]

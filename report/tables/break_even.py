@@ -95,11 +95,12 @@ def verdict(parity: Interval) -> str:
 
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
-    """Return the cells of a row that describe its trials, which have these ``ids``.
+    """Return the cells of a row that describe the trials from which the row was computed; ``ids`` are their ids.
 
-    ``trials`` is the number of trials, and ``_taken`` a text on the disturbed trials, such as `` (2 ‡)``.
-    ``_rates`` is the mark `` †`` if links achieved different rates.  ``taken_share`` is the largest share of the
-    processors' time that other programs and the hypervisor took during a trial.
+    * ``trials`` and ``_taken``: the number of trials, and text with the number of disturbed trials, such as `` (2 ‡)``;
+    * ``_rates``: the mark `` †`` if the link achieved different rates for different configurations;
+    * ``taken_share``: the share of the processors' time that other programs and the hypervisor took during a trial, the
+      largest over trials.
     """
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}

@@ -109,8 +109,9 @@ def checks(derived: Derived) -> Table:
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
     """Return text that says for how many trials the ledger equals its prediction: ``5 of 6``.
 
-    ``equal`` has one value for each trial with a prediction: whether the trial's ledger equals it.  The text is a dash
-    without predictions.  If bytes of a user's class were measured and not predicted (``measured_only``), it says this.
+    ``equal`` has one value for each trial with a prediction: whether the trial's ledger equals its prediction.  Without
+    such trials, the text is a dash.  With ``measured_only``, bytes of a user's class were measured and not predicted,
+    and the text says this.
     """
     if measured_only:
         return "measured, not predicted"
@@ -161,11 +162,14 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """Return the cells of one configuration, in MiB.
+    """Return the memory of one configuration as cells of the table, in MiB.
 
-    ``parts`` are rows of :func:`report.data.bytes_and_memory.memory`.  Cells such as ``engine_masters_mib`` hold a part
-    of the memory, by the engine's count or by a formula, and ``engine_mib`` and ``formula_mib`` hold the sums.
-    ``covered_mib`` is the sum of the engine's parts that a formula predicts, and ``beyond_mib`` the sum of the others.
+    ``parts`` are the configuration's rows of :func:`report.data.bytes_and_memory.memory`.  The main cells are:
+
+    * ``engine_masters_mib``, ``formula_masters_mib`` and so on: one part of the memory, as the engine counts it and as
+      a formula predicts it;
+    * ``engine_mib`` and ``formula_mib``: the sums over these parts;
+    * ``covered_mib`` and ``beyond_mib``: the engine's sums over the parts that a formula predicts, and over the others.
     """
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {

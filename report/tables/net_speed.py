@@ -20,7 +20,7 @@ def net_speedup(derived: Derived) -> Table:
     """Return the table of net speed-ups: how many times as fast configurations reach their baseline's final loss.
 
     A configuration has one row for each source of the seconds of a step, and each setting of the source.  If no source
-    has the seconds of its steps, it has one row.
+    has the seconds of its steps, the configuration has a single row without a net speed-up.
     """
     rows = net_speed.net_speeds(derived)
     base = listed(list(dict.fromkeys(each.row["base"] for each in rows))) or "the baseline"

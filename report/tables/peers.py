@@ -97,9 +97,9 @@ def sent_types(trial: Trial) -> str:
 def shared_types(trial: Trial) -> str:
     """Return the data types of a trial as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    Our trials are compared with trials of libraries that have the same text.  It names the type in which the trial
-    computes, and the type that it sends if this is another one.  A policy that quantises counts as sending bf16,
-    because no library sends fewer bits.
+    The text names the type in which the trial computes and, if it is another one, the type that the trial sends.  Our
+    trials are compared with trials of libraries that have the same text.  A policy that quantises counts as sending
+    bf16, because no library sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -109,7 +109,8 @@ def shared_types(trial: Trial) -> str:
 def carried_by(trial: Trial) -> str:
     """Return the transport of a trial's messages as text: ``gloo alone``, ``shm``, ``shm, gloo``, ``nccl``, ``staged``.
 
-    Messages of libraries such as DDP never go through shared memory (shm).
+    ``shm`` is shared memory, which carries our engine's messages inside a node on CPUs.  Messages of libraries such as
+    DDP never go through shared memory.  ``staged`` is the transport of ranks that share a GPU.
     """
     transport = trial.cluster.transport
     if transport in ("nccl", "staged"):

@@ -122,10 +122,10 @@ class Table:
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
         """Return the table divided into groups of neighbouring rows with the same setting.
 
-        Returns two results: the columns that do not name the setting; and for each group a pair (setting as text, rows
-        of cells of these columns).
-        If no two neighbouring rows have the same setting, the table is not divided: all columns are returned, and one
-        group with all rows, whose setting is "".
+        The first result is the columns that do not name the setting.  The second result has a pair for each group: the
+        setting as text, and the cells of these columns, row by row.
+        The table is not divided if no column names a part of the setting, or if no two neighbouring rows have the same
+        setting.  Then the first result is all columns, and the second has one group with all rows, whose setting is "".
         """
         places, rows = self.places, self.rows()
         grouped = [
@@ -281,8 +281,8 @@ def table_of(
 
     ``caption`` has at most two sentences.  ``notes`` are the first footnotes.  Other footnotes are added: on intervals,
     on marks that occur in cells, and on what the settings of all rows have in common.
-    Column ``where`` of the rows holds a description of the setting, such as ``2x2 ranks, 50 Mbit/s``.  If rows differ
-    in the rate, the rates become a column on the left, and ``2x2 ranks`` is named in a footnote.
+    Column ``where`` of the rows describes the setting, such as ``2x2 ranks, 50 Mbit/s``.  Parts of the description in
+    which rows differ, such as the rate, become columns on the left; parts that all rows share are named in a footnote.
     """
     data = pd.DataFrame(rows)
     shown = [column for column in columns if column.key in data and data[column.key].map(has_value).any()]
@@ -313,11 +313,12 @@ def interval_notes(
 ) -> list[str]:
     """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    * The first says at how many occasions (starts of the machine, or runs over an hour apart) values were measured.
+    * The first says at how many occasions (boots of the machine, or runs over an hour apart) values were measured.
     * The second says why some values have no interval.
     * The third says how many disturbed trials or pairs were left out, for the column that leaves out the most.
-      ``behind`` are intervals from which a shown column was computed, but which the table itself does not show; they
-      count as one more column.
+
+    ``behind`` are intervals that the table does not show, but from which a shown column was computed.  The third
+    footnote treats them as one more column.
     """
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns

@@ -163,8 +163,8 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
         (("bench", "formats", "x", "--csv", "--losses", "q"), "--losses adds lines below it"),
         (("bench", "formats", "x", "--bits", "inf"), "Invalid value for '--bits'"),
         (("bench", "codecs", "--seconds", "inf"), "Invalid value for '--seconds'"),
-        (("calibrate", "results"), "results: this is no file; name the file to write"),
-        (("snapshot", "q.toml", "", "--out", "results"), "--out results: this is no file"),
+        (("calibrate", "results"), "results: exists, but is not a regular file; name the file to write"),
+        (("snapshot", "q.toml", "", "--out", "results"), "--out results: exists, but is not a regular file"),
     ],
 )
 def test_an_option_acts_or_is_refused(

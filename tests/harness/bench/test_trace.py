@@ -117,7 +117,7 @@ def test_peers_are_traced_for_predictions(
 @pytest.mark.parametrize(
     ("identity", "message"),
     [
-        ("zz", "no trials have an id that begins with 'zz'; its trials are"),
+        ("zz", "no trials have an id that begins with 'zz'; name one of its trials"),
         ("", "3 trials have an id that begins with ''"),
     ],
 )

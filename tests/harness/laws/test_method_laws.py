@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_come_back_ends_the_check(
 def test_a_mean_that_depends_on_its_shards_is_told_from_one_that_depends_on_ranks() -> None:
     """The fault against ``same_on_all_ranks`` says that the other mean is of ranks that keep the whole mean."""
     outcome = falsify(method(Scaled), CLAIMS["same_on_all_ranks"], examples=20, seed=0)
-    assert "and rank 0 finds " in outcome.violation
+    assert "but rank 0 finds " in outcome.violation
     assert outcome.violation.endswith(" if each rank keeps the whole mean")
 
 

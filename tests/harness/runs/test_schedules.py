@@ -111,6 +111,10 @@ def test_a_record_whose_steps_differ_is_refused(text: str, tmp_path: Path) -> No
     why = record_checks.ledger_mismatch(record.model_copy(update={"ranks": ranks}))
     assert why is not None
     assert "in step 3; predicted are" in why
+    assert record.predicted is not None
+    short = record.predicted.model_copy(update={"sent_by_step": record.predicted.sent_by_step[:-1]})
+    why = record_checks.ledger_mismatch(record.model_copy(update={"predicted": short}))
+    assert why == "bytes of each step are predicted for 3 ranks, but the record has 4"
 
 
 def test_equal_steps_are_one_entry() -> None:

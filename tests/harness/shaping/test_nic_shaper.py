@@ -145,7 +145,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
             (
                 "ip link set dev NAME mtu 9000",
                 {"rate_mbit": 10.0},
-                "packets of 9000 bytes, but at 10 Mbit/s the queue takes at most 3000 bytes; set a rate of 36 Mbit/s",
+                "9000 bytes, but a queue of 10 Mbit/s accepts packets of at most 3000 bytes; set a rate of 36 Mbit/s",
             ),
             ("tc qdisc add dev NAME root handle 7: tbf rate 1gbit burst 9k latency 1s", {}, "tbf 7:"),
         ),

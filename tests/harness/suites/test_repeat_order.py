@@ -49,5 +49,5 @@ def test_sweeps_of_unknown_length_do_not_overlap(read: Read) -> None:
 
 def test_ratios_need_a_baseline(read: Read) -> None:
     """Repeating until ratios are known is refused in a setting without a baseline."""
-    with pytest.raises(SuiteError, match="over zero3, but zero3 has no trial in the setting of zeropp, qwz"):
+    with pytest.raises(SuiteError, match="with zero3, but no trial of zero3 has the setting of zeropp, qwz"):
         repeated(read, '"until 2 %"', '["zeropp", "qwz"]')

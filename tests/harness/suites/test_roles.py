@@ -173,7 +173,7 @@ def test_repeats_until_are_of_ratios_over_the_suites_baseline(read: Read) -> Non
     body = '[matrix]\nstrategy = ["hpz", "qgz"]\n'
     until = f'{HEAD}repeats = "until 5 %"\n'
     with pytest.raises(
-        SuiteError, match="needs ratios over zero3, but zero3 has no trial in the setting of hpz, qgz"
+        SuiteError, match="each trial with zero3, but no trial of zero3 has the setting of hpz, qgz"
     ):
         read(body, until)
     assert read(body, f'{until}baseline = {{ strategy = "hpz" }}\n').roles

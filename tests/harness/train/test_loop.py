@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_flags_that_differ(
     layers = (
         r"the model and the checkpoint differ in \d+ entries of the state dict, such as \S+, which is only in the "
         r"model: load the checkpoint with the model that was saved \(--preset, --num-layers, --hidden-size and "
-        r"--vocab-size give the model\)"
+        r"--vocab-size choose this run's model\)"
     )
     optimizer = (
         "has the state of AdamW, and this run's optimizer is Adam: set optimizer.type and optimizer.params.adam_w_mode "

@@ -63,7 +63,10 @@ def test_json_and_csv_hold_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--slower", "inf"], "--slower"),
         (["--json", "--csv"], "--json and --csv exclude each other"),
         (["--ranks-per-node", "999999999", "--policy", "zeropp"], "at most 65,536 ranks are predicted"),
-        (["--traced-rate", "1 Mbit/s"], "a traced step of 0.081 s would have been on the link for 48 s"),
+        (
+            ["--traced-rate", "1 Mbit/s"],
+            "messages of a step take 48 s, but the traced step lasted only 0.081 s",
+        ),
         (["--machine", "none.toml"], "none.toml: cannot be read"),
     ],
 )

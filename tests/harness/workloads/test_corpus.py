@@ -119,5 +119,5 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorpusError, match=message):
         check(str(tmp_path), 8)
     monkeypatch.setattr(corpus, "LARGEST_BYTES", 99)
-    with pytest.raises(CorpusError, match="has 100 bytes; every rank holds all of them, so at most 99"):
+    with pytest.raises(CorpusError, match="has 100 bytes, and at most 99 are allowed"):
         load(str(tmp_path))

@@ -370,7 +370,8 @@ def test_errors_in_a_group_say_how_ranks_are_counted(tmp_path: Path) -> None:
         assert all(said[name].endswith(mine) for name in ("start", "parted"))
         if number % 2:
             assert re.search(
-                "run: global ranks 0 and 2 of this job save there too: use another folder", said["save"]
+                "run: global ranks 0 and 2 of this job save their checkpoints in this folder too",
+                said["save"],
             )
         else:
             assert "save" not in said

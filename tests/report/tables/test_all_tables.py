@@ -331,7 +331,9 @@ def test_parity_names_each_configuration_and_its_baseline() -> None:
     assert list(found.index) == ["qwZ", "qgZ"]
     assert set(found["baseline"]) == {"exact (fp32)"}
     for name, strategy in (("qwZ", "qwz"), ("qgZ", "qgz")):
-        assert found.loc[name, "parity"].estimate == pytest.approx(speed[strategy, 12.5] / speed["exact", 50.0])
+        assert found.loc[name, "parity"].estimate == pytest.approx(
+            speed[strategy, 12.5] / speed["exact", 50.0]
+        )
 
 
 def test_bytes_of_much_padding_are_marked() -> None:
