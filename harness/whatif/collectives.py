@@ -207,7 +207,7 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
         if not isinstance(name, str) or not all(isinstance(size, int) for size in sizes):
             raise Refusal(
                 f"{trace.path}: its NCCL kernels have no collective metadata ('Collective name', 'In msg nelems'): "
-                "trace with a newer torch"
+                "record the trace with a newer torch"
             )
         kind = _kind(trace, name)
         if kind is None:
@@ -245,8 +245,8 @@ def _group(trace: Trace, facts: Mapping[str, Any]) -> tuple[int, ...]:
     if size == trace.world:
         return tuple(range(trace.world))
     raise Refusal(
-        f"{trace.path}: the ranks of process group {facts.get('Process Group Name')!r} ({size} ranks) are not in the "
-        "trace: trace with a newer torch"
+        f"{trace.path}: does not say which ranks form process group {facts.get('Process Group Name')!r} ({size} "
+        "ranks): record the trace with a newer torch"
     )
 
 

@@ -97,17 +97,18 @@ class Wire:
         mesh: the ranks, in any form that :meth:`Mesh.of` accepts.
         transport: how messages are carried; ``shm`` is used inside nodes only.
         pacer: models a link between nodes that is slower than the machine's.
-        timeout: seconds that a rank waits for the other ranks' messages before it raises a :class:`WireError`.
-        on_hang: a function for the case that a GPU's stream waits for messages, and not the host.  The error is then
-            not raised but passed to this function, which is called in another thread.  By default it prints the error
-            and ends the process with status 1.
+        timeout: seconds that a rank waits for the other ranks' messages.  Then there is a :class:`WireError`: it is
+            raised if the host waits for messages, and passed to ``on_hang`` if a GPU's stream waits (NCCL).
+        on_hang: a function that is called with the error, in a thread of its own.  By default it prints the error and
+            ends the process with status 1.
 
     Raises:
-        WireError: in each of these cases:
+        WireError: if the arguments do not fit together:
 
-            - ``transport`` is ``shm``, and the mesh is not on CPUs;
-            - there is a ``pacer``, and a GPU's stream waits for messages;
-            - the ranks are threads, and there is a ``pacer``, or ``transport`` is not ``backend``.
+            - ``transport`` is ``shm``, but the mesh is on GPUs;
+            - ``pacer`` is given, but messages go over NCCL, where the host cannot delay them;
+            - the ranks are threads, but ``pacer`` is given;
+            - the ranks are threads, but ``transport`` is not ``backend``.
     """
 
     def __init__(

@@ -174,10 +174,11 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
-    """Returns, for each kind of link, an upper bound of the bytes that a rank sends with any choice of codecs.
+    """Returns, for each kind of link, an upper bound of the bytes that a rank sends, whichever codecs a budget chooses.
 
-    ``sent`` has the bytes that the rank sends if every unit keeps the policy's codecs, separately for each phase,
-    purpose, unit, axis and kind of link.
+    The bound counts the messages for which the budget chooses as if the whole budget went to the unit whose bytes are
+    sent most often, and all other messages as they are in ``sent``: a ledger's bytes by key, of a rank that sends
+    everything in the policy's own codecs.
     """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):

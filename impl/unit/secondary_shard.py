@@ -220,12 +220,14 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """Return what a resumed run needs to send differences; the dict is empty if the policy has no differences.
+        """Return the state from which a resumed run continues to send weights as differences from their last values.
 
-        - ``copy``: (copies, S) the kept weights
-        - ``begun``: (2,) two integers.  The first is the optimizer step at the last gather that sent the weights
-          themselves, or -1 if the next gather must send them.  The second is 1 if the copies have the master's values
-          (:meth:`settled`), else 0
+        The dict is empty if the policy sends no differences.  Otherwise it has two entries:
+
+        - ``copy``: (copies, S) the weights that were sent last, from which the next differences are computed
+        - ``begun``: (2,) two integers.  The first is the optimizer step at the last gather that sent whole weights, not
+          differences, or -1 if the next gather must send whole weights.  The second is 1 if ``copy`` equals the
+          master's present values (:meth:`settled`), else 0
 
         ``version`` is the present version of the master.
         """

@@ -18,7 +18,7 @@ _LABEL_CHARACTERS: Final = 48
 
 
 def occasions_in_words(count: int) -> str:
-    """Return caption text on whether the intervals of seconds include differences between occasions.
+    """Return caption text on whether the intervals of times include differences between occasions.
 
     They do if the trials ran at several occasions.  An occasion is a boot of a machine, or a run more than an hour
     apart from others, and ``count`` is the number of occasions.  The text is empty if ``count`` is 0.
@@ -27,12 +27,12 @@ def occasions_in_words(count: int) -> str:
         return ""
     if count == 1:
         return (
-            f"Intervals of seconds and speed-ups hold {WITHIN_START} of the machine: all trials shown ran at one "
-            "occasion, so the intervals say nothing about a run at another start."
+            f"Confidence intervals of times and speed-ups hold {WITHIN_START} of the machine: all trials shown ran "
+            "on one occasion, so the intervals say nothing about a run after another start."
         )
     return (
-        f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine, "
-        "or runs more than an hour apart), so they include the differences between occasions."
+        f"Confidence intervals of times and speed-ups are computed from the means of {count} occasions (starts of a "
+        "machine, or runs more than an hour apart), so they include the differences between occasions."
     )
 
 
@@ -47,8 +47,9 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
         f"A trial is disturbed if other programs and the hypervisor together took more than {OTHERS_WITHIN:.0%} of the "
-        "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
-        f"disturbed trial. In {counted(len(counts), 'row')}, {left} of {whole} trials or pairs are left out."
+        "processors' time. Columns of times leave out disturbed trials, and columns of speed-ups leave out pairs with "
+        f"a disturbed trial. In all, {left} of the {whole} trials or pairs that were measured for "
+        f"{counted(len(counts), 'row')} are left out."
     )
 
 
