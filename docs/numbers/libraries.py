@@ -94,7 +94,8 @@ def outcomes(rows: Sequence[Beside]) -> str:
     For example, ``faster in 4 of 6 comparisons and slower in 2``.
     """
     faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
-    text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
+    share = "all" if faster == len(rows) else f"{faster} of" if faster else "none of"
+    text = f"faster in {share} {len(rows)} comparisons"
     text += f" and slower in {slower}" if slower else ""
     # With fewer than six pairs there is no interval, so that a difference cannot be significant.
     for known, why in ((True, "the difference is not significant"), (False, "the pairs disagree")):

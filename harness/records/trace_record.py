@@ -29,7 +29,8 @@ class Event(BaseModel, extra="ignore", frozen=True):
     """One event of Chrome's trace format.
 
     If ``ph`` is ``X``, the event is an interval of one kind of activity of a rank.  Each kind, such as
-    computing or waiting, has a row of its own in the picture: a lane.  If ``ph`` is ``M``, the event gives a rank or a lane its name.
+    computing or waiting, has a row of its own in the picture: a lane.  If ``ph`` is ``M``, the event gives a rank or a
+    lane its name.
     """
 
     ph: Literal["X", "M"]
