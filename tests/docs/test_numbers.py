@@ -308,7 +308,8 @@ def test_ours_is_compared_with_each_librarys_fastest_setting_of_equal_types(
     assert numbers.outcomes(rows[:3]) == "faster in all 3 comparisons"
     neither = replace(rows[0], faster=False)
     assert (
-        numbers.outcomes([neither]) == "faster in none of 1 comparisons; in 1 the difference is not significant"
+        numbers.outcomes([neither])
+        == "faster in none of 1 comparisons; in 1 the difference is not significant"
     )
     assert numbers.not_beside(suite) == "DeepSpeed in fp32, DeepSpeed in bf16"
     assert numbers.settings_tried(suite) == 6
