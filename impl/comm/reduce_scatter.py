@@ -118,10 +118,11 @@ class Reduction:
 
         - The reduction has a hop, and is not a ring.
         - The codec of the first hop would not change elements of ``dtype``, and would add no scales or padding.
-        - Pieces, the parts that one rank sums, are in rank order, and are not cut into chunks.
+        - The part of the gradient that a rank sums (its piece) has the place of this rank's number in the unit, and is
+          not cut into chunks.
         - No hop keeps errors of error feedback.
-        - There is a single hop, or the ranks of the first hop read each other's messages in shared memory.  With
-          several hops, the parts for one rank are in several places of such a message, so they cannot be sent.
+        - If there are several hops, the ranks of the first hop read each other's messages in shared memory.  The parts
+          for one rank are then in several places of the message: they can be read there, but not be sent as one.
         """
         plain = [
             hop.kind == "all_to_all" and hop.keeps == "nothing" and hop.stride == hop.axis.stride

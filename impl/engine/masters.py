@@ -89,10 +89,10 @@ class Masters:
             gradient.mul_(factors[device])
 
     def norm(self, wire: Wire, policy: Policy, norm_type: float = 2.0) -> Tensor:
-        """Compute the global norm () fp64 of the mean gradient, over the shards of all ranks.
+        """Compute the global norm of the mean gradient, over the shards of all ranks, as a scalar tensor in fp64.
 
-        All ranks must call it, and get the same bits.  If ``policy`` has local steps (DiLoCo), each group of ranks
-        computes a norm of its own.  ``norm_type`` is the p of the p-norm.
+        All ranks must call it, and all get the same bits.  With local steps (DiLoCo) in ``policy``, the norm is that of
+        a group of ranks, and all ranks of a group get the same bits.  ``norm_type`` is the p of the p-norm.
 
         Raises:
             ZeroError: if ``norm_type`` is out of range.  It must be ``inf``, or a number above 0 and at most 8.

@@ -236,8 +236,8 @@ def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             if by_element or value.dim() > 1:  # masters have one dimension
                 raise ZeroError(
                     f"load_state_dict() of {kind.__name__} got {key!r} of shape {tuple(value.shape)}, but this rank's "
-                    f"shard of the parameters has {master.numel()} elements: load a state of a whole model, or of "
-                    "another layout, with zeropp.load_checkpoint() or zeropp.OptimizerState"
+                    f"shard of the parameters has {master.numel()} elements: if this is the state of a whole model, or "
+                    "of another layout, load it with zeropp.load_checkpoint() or zeropp.OptimizerState"
                 )
 
 

@@ -232,9 +232,10 @@ class Arena:
 class Flags:
     """Flags in shared memory by which ranks announce what they have done: one flag for each rank and slot.
 
-    A slot is the memory of one exchange at a time.  A flag holds the number of the last exchange in this slot for which
-    the rank has made its announcement, so it only grows.  An :class:`Arena` has two objects of this class.  In one, a
-    flag announces that the rank has written its message; in the other, that the rank has read all messages.
+    A slot is memory for the messages of one exchange at a time, and exchanges are numbered.  With a flag, a rank
+    announces that it has done its part of an exchange: the flag's value is the exchange's number.  Values only grow.
+    An :class:`Arena` has two objects of this class.  In one, the rank's part is to write its message; in the other, it
+    is to read all messages.
 
     Args:
         lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.
