@@ -199,8 +199,9 @@ def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     """Encode and decode ``x`` (..., parts, S) as for sending; return the decoded elements, bytes and seconds.
 
-    The bytes are those that one sender sends: one encoding of S elements for each of its ``parts``.  A stochastic
-    codec's random bits depend on ``number`` and ``hop``.
+    A sender sends ``parts`` rows of S elements, each encoded by itself.  The leading axes ``...`` run over the senders.
+    The returned bytes are those of one sender, as the mean over all senders.  A stochastic codec's random bits depend
+    on ``number`` and ``hop``.
     """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
@@ -311,17 +312,17 @@ class Agreement(NamedTuple):
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Return the rank correlation between the errors of codecs on gradients and the losses of training with them.
 
-    The losses are the last validation losses in a suite's records.  Only records whose gradients have the same codec in
-    both hops are used.  Two records are comparable if they have the same strategy, the same link rate and the same
-    changes of the policy, except for this codec.  Of all sets of comparable records, the set with the most codecs is
-    used.  The confidence interval comes from 2000 bootstrap samples of the seeds.
+    The losses are the last validation losses in a suite's records.  Records whose gradients have different codecs in
+    the two hops are left out.  The other records are divided into sets.  Within a set, records differ only in the seed
+    and in the codec of the gradients: strategy, link rate and all other changes of the policy are the same.  Only the
+    set with the most measured codecs is used.  The confidence interval comes from 2000 bootstrap samples of the seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.
         results: The folder or archive of the suite's records.
 
     Raises:
-        Refusal: If every set has fewer than five of the measured codecs, or if no seed has losses for all codecs of the
+        Refusal: If this set has fewer than five of the measured codecs, or if no seed has losses for all codecs of this
             set.
     """
     from scipy import stats

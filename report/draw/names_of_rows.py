@@ -50,9 +50,13 @@ def common_to(data: pd.DataFrame) -> str:
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
     """Return the names by which a sentence mentions the strategies ``some`` of libraries such as FSDP2.
 
-    If ``some`` has all strategies of a library that the figure shows (``shown``), and these are at least two, the
-    library's name stands for them: ``FSDP2`` stands for ``FSDP2`` and ``FSDP2, kept``.  All other strategies keep their
-    own names; a name with a comma is put in quotation marks.
+    ``shown`` are the strategies that the figure shows.  For example, the figure may show the strategies ``FSDP2`` and
+    ``FSDP2, kept`` of the library FSDP2:
+
+    * ``some`` has both: the library's name ``FSDP2`` stands for both of them.
+    * ``some`` has only ``FSDP2, kept``: the strategy's own name is used, in quotation marks because of its comma.
+
+    If the figure shows a single strategy of a library, the strategy's own name is used, too.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):

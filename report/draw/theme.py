@@ -68,8 +68,8 @@ class Style:
 def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
     """Return a look for each configuration, by name, from pairs (strategy, configuration).
 
-    The first configuration of a strategy has the strategy's colour and marker; the others have other shades of the
-    colour, other markers and dashes.
+    The first configuration of a strategy has the strategy's colour and marker.  The strategy's other configurations
+    have a lighter or darker shade of the colour, another marker and other dashes.
     """
     looks: dict[str, Look] = {}
     seen: Counter[str] = Counter()

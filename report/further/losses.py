@@ -33,15 +33,17 @@ _three_digits: Final = number(3)
 def on_fewest_bytes(head: Head) -> list[str]:
     """Return sentences on the configuration that sends the fewest bytes at a loss as low as the baseline's.
 
-    Which losses are low enough, and what is said, depends on the suite:
+    If the suite asks for bytes, a loss is low enough if it equals the baseline's in every digit.
 
-    * The suite asks for bytes: a loss is low enough if it equals the baseline's in every digit.
-    * The suite asks for losses: a loss is low enough if it is not significantly higher than the baseline's.  If there
-      is no such loss, losses that are higher within the margin are low enough.  If a single configuration sends the
-      fewest bytes, a sentence on its net speed-up follows.
-    * The suite asks for losses and varies several fields of the policy one at a time: there is a sentence for each of
-      these fields instead, on the configurations that change this field alone.  There must be two or more fields that
-      are the only change of at least :data:`_FEWEST` configurations each.
+    If the suite asks for losses, a loss is low enough if it is not significantly higher than the baseline's.  If there
+    is no such loss, losses that are higher within the margin are low enough.  The sentences depend on the fields of the
+    policy that configurations change:
+
+    * At least two fields are varied one at a time.  This means that at least :data:`_FEWEST` configurations change only
+      the first field, and as many change only the second field.  There is one sentence for each such field, on the
+      configurations that change only this field.
+    * All other cases.  There is one sentence on all configurations.  If a single configuration sends the fewest bytes,
+      a sentence on its net speed-up follows.
 
     The list is empty in each of these cases:
 
