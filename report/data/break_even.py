@@ -182,12 +182,10 @@ def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, 
     """Return one value for each pair of trials, by (seed, repeat).
 
     ``values`` has a value for each row of ``pairs``.  If several rows have the same seed and repeat, the value of the
-    first row counts.  This happens if trials ran again with another time limit.
+    last row counts.  This happens, for example, if trials ran again with another time limit.
     """
-    by_pair: dict[tuple[int, int], _Value] = {}
-    for seed, repeat, value in zip(pairs["seed"], pairs["repeat"], values, strict=True):
-        by_pair.setdefault((seed, repeat), value)
-    return by_pair
+    rows = zip(pairs["seed"], pairs["repeat"], values, strict=True)
+    return {(seed, repeat): value for seed, repeat, value in rows}
 
 
 def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:
