@@ -49,8 +49,9 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
       bytes of a copy that is kept encoded, and ``secondary_wide`` those of a copy that is kept in 16 bits.
 
     With a ``machine``, each row also has predictions of a step on this machine.  Their keys are listed here without
-    their common beginning ``modelled_``.  The values are None for trials whose step time is not modelled: those of
-    peers, those that run our policy inside FSDP2 or DDP, and those that generate.
+    their common beginning ``modelled_``.  All of them are None for a trial whose step cannot be predicted, such as a
+    trial of a peer, a trial that runs our policy inside FSDP2 or DDP, or a trial that generates
+    (:func:`~harness.runs.trial_step.step_of_trial`).
 
     - ``seconds``: the duration of a step.
     - ``low_seconds`` and ``high_seconds``: ``seconds / exp(2 * spread)`` and ``seconds * exp(2 * spread)``.  ``spread``

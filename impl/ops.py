@@ -154,8 +154,9 @@ def encode(
         x: the elements to encode.
         frames: the tensor to write to.
         noise: the random bits, if the codec rounds stochastically.
-        carried: the state of error feedback; None for none.  It holds the error of the previous encoding.  This error
-            is added to the elements before they are encoded.  Afterwards ``carried`` holds the error of this encoding.
+        carried: the state of error feedback; None for none.  The error that it holds, from earlier encodings, is added
+            to the elements before they are encoded.  The error of this encoding then replaces it or, with a decay, is
+            averaged with it (:class:`~impl.codecs.reference.Carried`).
     """
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)

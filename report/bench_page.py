@@ -209,8 +209,8 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
 
     Each row is for one configuration in one setting (``where``).  In the tables of some kinds, it is also for one size,
     such as a number of elements.  The row combines all such samples, from all records: for each measured quantity, it
-    holds the median over all rounds of these samples, with its interval.  The column ``id`` holds the ids of these
-    records, joined by spaces.
+    holds the median over all rounds of these samples, with its interval.  The column ``id`` holds the ids of the
+    records that have such samples, joined by spaces.
     """
     tables = []
     for name, kind in KINDS.items():

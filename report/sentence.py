@@ -198,11 +198,12 @@ def capitalised(text: str) -> str:
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
     """Return a sentence for each difference in ``others``, to follow a sentence that states the difference ``top``.
 
-    ``kind`` is the quantity of all differences.  The list is empty in each of these cases:
+    ``kind`` is the quantity of all differences.  There are sentences in two cases:
 
-    * ``others`` has more than :data:`_MOST_OTHERS` differences.
-    * A verdict on ``top`` is possible (``top.known``), and ``top`` is not significant.
-    * No verdict on ``top`` is possible, and ``kind`` is another quantity than ``nodes`` (throughput on more nodes).
+    * A verdict on ``top`` is possible (``top.known``), and ``top`` is significant.
+    * No verdict on ``top`` is possible, and ``kind`` is ``nodes``, the throughput on more nodes.
+
+    In other cases the list is empty, and also if ``others`` has more than :data:`_MOST_OTHERS` differences.
     """
     told = top.effect.significant if top.known else kind == "nodes"
     if not told or len(others) > _MOST_OTHERS:

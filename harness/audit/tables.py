@@ -241,8 +241,9 @@ def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, in
     """Choose two steps (first, last), such that the bytes that a node sent between their ends are known most exactly.
 
     The ranks of a node read its interface counters at different moments after a step.  The uncertainty of the step is
-    the largest of these readings minus the smallest.  For each pair of steps, the two uncertainties are added, and the
-    sum is divided by the number of steps from ``first`` to ``last``.  The pair with the smallest quotient is chosen.
+    the largest of these readings minus the smallest, summed over all interfaces except ``lo``; it is 0 if the program
+    ended with the step.  For each pair of steps, the two uncertainties are added, and the sum is divided by the number
+    of steps from ``first`` to ``last``.  The pair with the smallest quotient is chosen.
 
     Candidates are the reported steps and the one step before them.  A step after which some rank of the node did not
     read the counters is no candidate.  ``first`` is one of the first ten candidates, and ``last`` is one of the last

@@ -171,7 +171,7 @@ def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator
     """Yield the operations to time on the elements ``x`` (S,).
 
     ``codecs`` and ``backends`` are names.  Backends that do not work on the device of ``x`` are skipped.  All backends
-    of this project leave casts, such as ``bf16``, to torch.  Casts are therefore timed on only one of these backends.
+    of this project leave casts, such as ``bf16``, to torch.  Casts are therefore timed only on the first of these.
     """
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]

@@ -1,9 +1,9 @@
 """Connects the supervisors of a run's nodes, which exchange small JSON messages through one key-value store.
 
 Every node has one supervisor, a process that starts and watches the node's ranks and outlives them
-(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``.  Under torchrun, torchrun serves the store;
-otherwise the supervisor of node 0 serves it.  All messages are encrypted and authenticated with the run's secret token
-(:mod:`harness.cluster.run_token`), since every local user may connect to a store.
+(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``.  If torchrun serves a store of its own, this
+store is used; otherwise the supervisor of node 0 serves one.  All messages are encrypted and authenticated with the
+run's secret token (:mod:`harness.cluster.run_token`), since every local user may connect to a store.
 
 Each supervisor shows that it is alive by heartbeats: once a second, over a connection of its own, it increments a
 counter in the store.  A supervisor whose counter has not changed for :data:`_LOST_SECONDS` seconds is lost.

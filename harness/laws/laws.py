@@ -295,7 +295,7 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 def _unbiased(subject: Subject, case: Case) -> None:
     """Check that stochastic rounding is unbiased: on average, an element decodes to itself.
 
-    At most the first :data:`DRAWN` elements of the row are checked.  Let S be the number of checked elements.  They are
+    At most the first :data:`DRAWN` elements of the row are used.  Let S be the number of these elements.  They are
     encoded N = :data:`DRAWS` times with different random bits, and the N decoded values of each element are averaged.
     Let b be the element's declared error bound, and V the sample variance of its decoded values.  An element whose
     bound is infinite is not checked.  For any other element, the average may differ from the element by the sum of

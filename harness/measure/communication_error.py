@@ -288,7 +288,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     are encoded and decoded here.  Weights are too close if their squared error is less than half of the squared error
     of these decoded masters.  Both errors are summed over all ranks.  All ranks must call this.
 
-    In these cases the two errors may differ without a fault, so nothing is checked and None is returned:
+    In these cases the two errors are not compared, and None is returned:
 
     - the policy sends differences of weights, has a bit budget, or has ``planes`` other than 1;
     - the gather or the codec is the user's own;
@@ -395,8 +395,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
       any step.
 
     Rule 2: the error of hpZ's secondary copy comes from the weights that were copied, and from rounding the copy.  By
-    the triangle inequality, the square root of the copy's vNMSE is at most the sum of two square roots: that of the
-    copied weights' vNMSE and that of the rounding's vNMSE.  Equality occurs if both errors point in the same direction,
+    the triangle inequality, ``sqrt(C) <= sqrt(W) + sqrt(R)``.  C is the vNMSE of the copy, W the vNMSE of the copied
+    weights, and R the vNMSE that rounding alone causes.  Equality occurs if both errors point in the same direction,
     as in the almost equal weights of a LayerNorm.  Rule 2 is not applied with ``planes`` other than 1, because the copy
     is then quantised along columns, but the weights of forward passes along rows.
     """
@@ -458,8 +458,9 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 def outcomes_differ(policy: Policy) -> bool:
     """Return whether two reductions of the same gradients may give different means.
 
-    They may differ if the policy has error feedback, a stochastic codec for gradients, or a user's own reduction.  The
-    harness then also reduces the same gradients :data:`REPEATED` times, and measures the error of the average result.
+    They may differ if the policy has error feedback, a stochastic codec for gradients, or a user's own reduction.  In
+    the last measured step, the harness then also reduces the same gradients :data:`REPEATED` times, and measures the
+    error of the average result.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     if policy.own_reduce is not None:

@@ -87,9 +87,10 @@ def append(results: Path, record: Record) -> Record:
 
 
 def complete(results: Path) -> None:
-    """Add the line of the last record to the journal, if an earlier run was killed before it wrote this line.
+    """Add the line of the last record to the journal, if an earlier run ended before it wrote this line.
 
-    A run writes a record first, and then its line.  If no line is missing, the journal stays as it is.
+    A run writes a record first, and then its line.  The journal stays as it is if no line is missing, or if more than
+    this one line is missing or wrong.
 
     Raises:
         RecordError: If the journal cannot be read or written.

@@ -75,7 +75,10 @@ class Interval:
 
     @property
     def within_start(self) -> bool:
-        """Whether all values are of one occasion, so that the interval is valid for it only; False without interval."""
+        """Whether all values are of one occasion, so that the interval is valid for this occasion only.
+
+        False if there is no interval.
+        """
         return self.known and self.occasions == 1
 
     @property

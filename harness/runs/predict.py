@@ -131,7 +131,7 @@ def per_node_bytes(
     If timed steps send different numbers of bytes, the result is their mean.
 
     A bit budget chooses codecs during training.  With a bit budget, the result is an upper bound, which holds whatever
-    codecs are chosen.  It assumes that ranks send the messages by which they choose codecs in every step.
+    codecs are chosen.  It assumes that in every step, ranks send the messages by which they choose codecs.
 
     Args:
         policy: The trial's policy.

@@ -143,8 +143,8 @@ def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
     The function gets the command's argument and its :class:`~harness.cluster.rank_processes.Launch`, and returns the
     argument to use:
 
-    - If the argument is an :class:`Assignment`, its trial is replaced by the same trial of ``suite``, with the same
-      number of its repeat.  Its folder is replaced by this node's folder.
+    - If the argument is an :class:`Assignment`, its trial is replaced by the same trial of ``suite``; the number of
+      the repeat stays.  Its folder is replaced by this node's folder.
     - Any other argument is returned unchanged.
 
     The function raises a Refusal if ``suite`` does not have this trial, or has no trial that uses the command's

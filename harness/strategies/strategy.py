@@ -258,16 +258,16 @@ class Strategy:
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank has waited for messages so far.
 
-        If the stream of a GPU waits for messages, these are the seconds that the stream has waited, and the device must
-        be synchronised before this call.  Returns None if a library such as DDP sends the messages itself.
+        If the stream of a GPU waits for messages, only the stream's waits that have ended are counted: synchronise the
+        device before this call to count all waits.  The stream's waits are timed only after the first call of this
+        method or of :meth:`mark_exposed`.  Returns None if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
         """Return a function that returns the :meth:`exposed_seconds` as they are at this call of ``mark_exposed()``.
 
-        On a GPU, the device must be synchronised before a call of :meth:`exposed_seconds`, but not before a call of
-        ``mark_exposed()``.
+        Unlike :meth:`exposed_seconds`, this method does not need a synchronised device to count all waits.
 
         Returns:
             The function.  On a GPU, call it only after the device has done all work that was queued before
@@ -428,10 +428,10 @@ class Sharded(Strategy):
         return optimizers.of_engine(setting, self.zero)
 
     def begin(self, *, last: bool) -> None:
-        """Begin a micro-batch, and decide whether its backward pass reduces gradients.
+        """Begin a micro-batch, whose backward pass reduces gradients if the policy says so.
 
-        The policy decides whether gradients are reduced in every micro-batch, or only in the last micro-batch of a
-        step.
+        Some policies reduce gradients in every micro-batch.  With all others, gradients are reduced only if ``last`` is
+        True, which says that this is the last micro-batch of its step.
         """
         if not self.reduces_each_micro_batch:
             self.zero.accumulate(on=not last)
@@ -464,7 +464,7 @@ class Sharded(Strategy):
 
         - drops the quantisation errors that error feedback carries over to the next step;
         - constructs the objects of users' classes that reduce gradients or gather weights anew;
-        - counts micro-batches from 0 again, so that stochastic rounding begins again with its first random bits.
+        - counts micro-batches from 0 again, so that stochastic rounding repeats the random bits of the present step.
         """
         self.zero.model.zero_grad()
         for unit in self.zero.units:

@@ -247,13 +247,13 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _path_of(error: ErrorDetails, point: Point) -> str:
     """Return the dotted path of the value in ``point`` that caused an error of pydantic.
 
-    pydantic gives the location of an error, which need not be a path of ``point``:
+    pydantic gives the location of an error, which need not be a path of ``point``.  This function shortens the location
+    from its end until a path equals the location or lies inside it, and returns the first such path:
 
-    - If the location is longer than a path, this path is returned.  The location ``policy.weights.0`` gives the path
-      ``policy.weights``.
-    - If the location is shorter, the first path inside it is returned.  The location ``cluster`` gives the first path
-      that begins with ``cluster``, such as ``cluster.nodes``.
-    - If no path fits, the first path of ``point`` is returned.
+    - The location ``policy.weights.0`` gives the path ``policy.weights``.
+    - The location ``cluster`` gives the first path that begins with ``cluster.``, such as ``cluster.nodes``.
+
+    If no path fits, the first path of ``point`` is returned.
     """
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
@@ -472,8 +472,13 @@ def _roles(
         differ from their baseline in this suite (:func:`~harness.suites.repeat_order.compared_also`).
 
     Raises:
-        SuiteError: If ``contrast`` is set without ``baseline``; if a key matches no trial; if both keys match the same
-            trial; or if a trial is left without another trial to compare it with.
+        SuiteError: In these cases:
+
+            - ``contrast`` is set without ``baseline``;
+            - a key matches no trial, or names a value that no trial has;
+            - both keys match the same trial;
+            - a trial is left without another trial to compare it with;
+            - a setting has several baselines, and :func:`_check_nearest` refuses them.
     """
     if not file.baseline:
         if file.contrast:

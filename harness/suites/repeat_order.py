@@ -173,7 +173,8 @@ def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
     Trials that are compared with each other (those that differ only in configuration) run one directly after the other.
     Their order changes from repeat to repeat, so that slow drift of the machine affects all configurations alike: every
     second repeat has the order of the repeat before it, reversed, and after two repeats the order is rotated by one.
-    In a setting with the configurations a, b and c, repeats 0 to 3 run abc, cba, bca and acb.
+    In the first setting, with the configurations a, b and c, repeats 0 to 3 run abc, cba, bca and acb.  The second
+    setting begins with bca instead of abc, and so on.  The order of settings is rotated by one in each repeat.
 
     Args:
         settings: The trials to repeat.  The yielded trials are copies of them, with their field ``repeat`` set.

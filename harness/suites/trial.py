@@ -252,7 +252,7 @@ def _key(each: Setting) -> tuple[Any, Any]:
 
     If a suite does not set the key, the field has its default, which is None for most keys.  The strategy's value then
     stays as it is.  Codecs, users' classes and other objects of a policy are written as text in a suite, so the type of
-    their keys is ``str``.
+    their keys is ``str``.  Keys that may have two codecs, such as ``weights``, also take a pair of texts.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:

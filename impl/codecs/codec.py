@@ -230,7 +230,7 @@ class IntCodec(_Scaled):
 
     - ``bits`` is not 2 to 8, or ``block`` or ``hadamard`` has an impossible size;
     - ``clipped`` is combined with ``asymmetric``, whose codes have no sign;
-    - ``clipped`` is combined with ``stochastic``, although clipping would change the mean.
+    - ``clipped`` is combined with ``stochastic``, whose mean (the exact value) clipping would change.
     """
 
     bits: int  # 2 to 8

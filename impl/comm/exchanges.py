@@ -61,8 +61,8 @@ class Exchange(Protocol):
     def wait(self) -> Tensor:
         """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank of the group.
 
-        - In an all-gather, row i is the whole message of rank i.
-        - In an all-to-all, row i is the part of rank i's message that is for this rank.
+        - In an all-gather, row i is the whole message of rank i of the group.
+        - In an all-to-all, row i is the part of this message that is for this rank.
         - In a step of a ring, there is only one row: the message of the previous rank.
 
         In the first two cases, this rank's own message has a row too.  The result is valid until :meth:`close`.

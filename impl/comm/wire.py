@@ -422,7 +422,7 @@ class Wire:
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether messages along ``axis`` can arrive in memory that the caller gives, and frees after the wait.
+        """Return whether the caller may give memory for messages along ``axis``, and free it right after the wait.
 
         The memory is free only when the transport, too, has dropped its references to it.  The result is:
 

@@ -7,8 +7,8 @@ A codec that does not quantise only casts elements to a type.  For such codecs:
 
 * If elements have this type already, one launch of ``copy_raw`` in ``raw.cu`` encodes them.
 * One launch of ``sum_raw`` sums encoded elements.
-* The reference backend does all other casts, and decodes without a sum, with one launch of torch.  It also takes frames
-  (encoded rows) that are not aligned to their elements.
+* The reference backend does all other casts, and all decoding without a sum, each with one launch of torch.  It also
+  takes frames (encoded rows) that are not aligned to their elements.
 
 A call is *plain* if its codec has integers of 4 or 8 bits and no rotation, and if it has no error feedback.  Plain
 kernels are compiled separately for each number of bits and type.  All other calls use *general* kernels, which read the
@@ -318,8 +318,8 @@ class Kernels(Operations):
           (:func:`_holds`).
         - If errors are carried, the second codec does not rotate.
         - If the first codec rotates groups of more than 8 elements, a block of the second codec must consist of whole
-          groups, have a power of two elements, or be the whole row.  Only then are the threads that hold a group
-          neighbours among the threads that encode a block.
+          groups, be the whole row, or have a number of elements that is a power of two.  Only then are the threads that
+          hold a group neighbours among the threads that encode a block.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None

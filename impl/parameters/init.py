@@ -155,12 +155,12 @@ class Init:
         - parameters with fewer elements than ``at_least`` or the policy's ``persist_below``;
         - parameters on the meta device;
         - parameters that are not floating-point numbers;
-        - parameters whose class is a subclass of ``nn.Parameter``.
+        - parameters of a subclass of ``nn.Parameter``.
 
         Args:
             module: the module.
             recurse: whether to cut also the parameters of the modules inside ``module``.
-            at_least: a number of elements.
+            at_least: the least number of elements that a parameter must have to be cut.
         """
         small = max(at_least, self._policy.memory.persist_below)
         for trainable in (True, False):

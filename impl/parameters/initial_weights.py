@@ -43,8 +43,8 @@ def check_same_start(
         policy: the policy of this rank.
         parameters: the model's parameters by name.  Parameters without values, or with only this rank's slice of the
             values, are ignored.
-        drawn: a dict from the name of each parameter of which this rank has only a slice to a hash.  The hash is of the
-            whole values, from which the slice was cut.
+        drawn: by name, a hash for each parameter of which this rank has only a slice.  It is a hash of the whole values
+            from which the slice was cut (:func:`impl.parameters.presharded.drawn_numbers`).
         buffers: by name, the shape and type of each buffer as text.  Values of buffers are not compared.
     """
     mesh, rank = wire.mesh, wire.mesh.rank

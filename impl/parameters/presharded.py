@@ -136,7 +136,7 @@ class Cut:
 
         The parameter object is not changed.  All ranks that together hold one copy of the parameters must call it.
 
-        ``part`` (n,) are this rank's values, for the elements in its slice.  By default they are read from the slice.
+        ``part`` (n,) has the values of the elements in this rank's slice.  By default they are read from the slice.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
@@ -191,10 +191,10 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a dict from names to hashes, with those of ``parameters`` of which this rank holds only a slice.
+    """Return, by name, a hash for each of the ``parameters`` of which this rank holds only a slice.
 
-    A hash is of the parameter's whole values, and was computed before they were cut to slices.  Ranks whose whole
-    values were equal therefore have equal hashes.
+    A parameter's hash is computed from its whole values when they are cut to slices.  If the parameter is gathered and
+    cut again, the hash is of the values at all cuts.  Ranks that have cut equal values therefore have equal hashes.
     """
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}

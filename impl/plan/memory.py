@@ -107,8 +107,8 @@ def memory(
     - those of blocks that stay gathered for backward;
     - those of blocks that are gathered ahead of their use (``memory.prefetch``), if the memory of the weights is taken
       when the all-gather starts.  That is so if the all-gather has no message to decode, or if a GPU's stream waits for
-      messages (``streams``).  In all other cases the memory is taken when the messages are decoded, just before the
-      block runs;
+      messages (``streams``).  In all other cases, and always if a user's class gathers the unit, the memory is taken
+      when the messages are decoded, just before the block runs;
     - in backward, those of the frozen units of the block that has just run, which are freed a little later.
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:

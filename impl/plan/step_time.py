@@ -349,9 +349,10 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 class _Outer:
     """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
 
-    With local steps, groups of ranks train by themselves, and average their weights after every
-    ``policy.local_steps`` optimizer steps.  This exchange is an outer step.  Its seconds, for all units, are divided by
-    ``policy.local_steps``.  Units are exchanged one after the other, while nothing else computes or sends.
+    With local steps, groups of ranks train by themselves, and average the weights of each unit once in
+    ``policy.local_steps`` optimizer steps.  This exchange is an outer step.  The seconds of the outer steps of all
+    units are divided by ``policy.local_steps``.  Units are exchanged one after the other, while nothing else computes
+    or sends.
     """
 
     adapter: float = 0.0  # time in which a node's adapter sends
@@ -411,9 +412,9 @@ def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
 
     - sending: the latency of a message, plus ``max(between, inside)``.  ``between`` is the time in which the busiest
       node sends its bytes to other nodes.  ``inside`` is the time in which the busiest rank sends its bytes to ranks of
-      the same node
-    - posting the messages
-    - encoding and decoding, on the rank that holds most elements of matrices
+      the same node.
+    - posting the messages.
+    - encoding and decoding, on the rank that holds most elements of matrices.
     """
     topology, stretch = step.topology, machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     compute = max(owners.loads) * machine.per_token / (2 * (1 + BACKWARD)) * stretch

@@ -55,7 +55,7 @@ UPDATE: Final = Tag("step", "update")  # back from the owners
 
 
 class LedgerKey(NamedTuple):
-    """The key under which a message is counted in a ledger, which is a rank's record of the bytes that it has sent."""
+    """The key under which a message is counted in a ledger, a rank's record of the bytes and messages it has sent."""
 
     phase: Phase
     purpose: Purpose
@@ -261,9 +261,9 @@ def predict(
       some of the steps.
     - ``changed`` (``Zero.weights_changed``): all weights change.
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
-    - ``dropped`` (``Zero.drop_gradients``): if the policy sends differences, that is, the weights minus hpZ's copy of
-      them, the next such gather sends the full values of the weights instead.  A user's own gather is told that the
-      weights were loaded.
+    - ``dropped`` (``Zero.drop_gradients``): if the policy sends differences between the weights and hpZ's copy, the
+      next gather that would send differences sends the full values of the weights.  A user's own gather is told that
+      the weights were loaded.
 
     With offload, data is copied between host and device:
 

@@ -350,8 +350,8 @@ def axis_of(topology: Topology, name: str) -> Axis:
 class PlannedWire:
     """A stand-in for the wire, for a user's class that is constructed only to call its ``bytes()``.
 
-    The wire is the object through which ranks send.  Its stand-in tells the class only how many ranks an axis has, and
-    the rank's index along the axis.  A call that would send raises a MethodError.
+    The wire is the object through which ranks send.  The stand-in tells the class how many ranks an axis has, and the
+    rank's index along the axis, but it cannot send: a call that would send raises a MethodError.
     """
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:

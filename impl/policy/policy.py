@@ -269,7 +269,8 @@ class Policy:
         - a method, that is, the result of :func:`~impl.policy.own_method.method`;
         - the name ``module:Class`` of a user's class, which is replaced with ``method("module:Class")``.
 
-        Raises PolicyError: for any other value, or if the user's class cannot be used in this field.
+        Raises PolicyError: for any other value, or if a method's class cannot be used in this field.  A class that was
+        given by its name is not checked here, since this would import its module.
         """
         value = getattr(self, name)
         if isinstance(value, str) and is_name(value):
@@ -741,9 +742,9 @@ class Policy:
     def sends_copy(self) -> bool:
         """Whether forward passes send hpZ's copy inside the group of ranks that share it, as backward passes always do.
 
-        In a forward pass, a rank receives encoded weights from other groups.  If the result is True, it updates its
-        part of hpZ's copy with them, and sends this part inside its group.  If the result is False, it sends the
-        received bytes on unchanged.
+        In a forward pass, a rank receives encoded weights, or differences, from other groups.  If the result is True,
+        it updates its part of hpZ's copy with them, and sends this part inside its group.  If the result is False, it
+        sends the received bytes on unchanged.
         """
         return self.inside is not None or self.differences is not None
 
@@ -756,7 +757,8 @@ class Policy:
         """Returns the policy of frozen units (``trainable=False``) or of persistent units (``persistent=True``).
 
         - Frozen units are kept and sent in the codec of the field ``frozen``.  If ``frozen`` is None, they are kept in
-          fp32, and sent like other weights.  A user's class that gathers weights is replaced by a built-in gather.
+          fp32, and sent like other weights, but never as differences.  A user's class that gathers weights is replaced
+          by a built-in gather.
         - Persistent units hold small parameters, stay gathered, and are sent unquantised: codecs that quantise are
           replaced with a cast to the compute type.  User's classes that gather weights or reduce gradients are replaced
           by the built-in gather or reduction.

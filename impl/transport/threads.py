@@ -103,7 +103,7 @@ class ThreadRank:
     def wait(self, event: Event, patience: float = math.inf) -> bool:
         """Let other ranks run until ``event`` has happened, and return True; return False if it can never happen.
 
-        The event can never happen if every rank has either ended or is waiting.  Then the ranks with the largest
+        The event can never happen if every rank either has ended or is waiting.  Then the ranks with the largest
         ``patience`` get False and go on, and the others keep waiting.  ``patience`` is a number of seconds, but no time
         is measured: the number only decides which ranks give up first.
 

@@ -166,6 +166,8 @@ class OwnWeightGather:
           the last gather was interrupted;
         - ``stepped``, if :meth:`end` has noted it, or if torch's version counter shows a write to the master;
         - ``unchanged``.
+
+        After :meth:`load`, the gathers and changes of the saved run count.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change

@@ -13,9 +13,9 @@ The *master* of a shard is its fp32 values.  The copies of a shard are equal on 
 are stale.  Therefore the next all-gather need not send the master: it may send the difference between the master and
 the copy (SDP4Bit, 2410.15526).  Every rank, also the rank that has the master, adds the decoded difference to its copy
 in fp32, and rounds the sum to the type of the copy.  Thus copies stay equal to the bit, and the errors of encoding and
-rounding become part of the next difference.  After a load, and after a call of ``Zero.weights_changed()``, the master
-is sent, and no difference.  If the weights are gathered again without a change, the difference is zero, so an
-evaluation does not change later training.
+rounding become part of the next difference.  The master is sent, and no difference, after a load that does not restore
+the copies, and after a call of ``Zero.weights_changed()``.  If the weights are gathered again without a change, the
+difference is zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class SecondaryShard:
           the start, the last load, or the last call of :meth:`distrust` or :meth:`forget`; or if the policy's
           ``refresh`` is above 0, and at least ``refresh`` optimizer steps have passed since a gather sent the weights.
         - ``differences``, the masters' values minus the kept copy: in all other cases.
+
+        After :meth:`load`, the gathers of the saved run count.
         """
         if self._version == version:
             return "copy"

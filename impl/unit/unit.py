@@ -312,8 +312,8 @@ class Unit:
     def reshard(self) -> None:
         """Reshard the weights as :meth:`end_use` does, and raise the error about parameters that were written.
 
-        Raises a WrittenError if parameters of this unit were written while they were gathered.  Also raises it for
-        written parameters of other units that no error has named yet.
+        Raises a WrittenError if parameters of this unit were written while they were gathered.  Also raises it if
+        :meth:`end_use` of another unit has noted written parameters that no error has named yet.
         """
         self.end_use()
         if self._passes.written:
@@ -472,7 +472,7 @@ class Unit:
         - with error feedback: the errors that gradient codecs keep for later steps;
         - if weights are sent as differences from copies of earlier weights: these copies;
         - with a user's own reduction or gather: its state;
-        - with local steps (DiLoCo): the anchor and momentum of outer steps.
+        - with local steps (DiLoCo): the anchor, momentum and encoding errors of outer steps.
 
         Raises:
             ZeroError: if a user has written to masters without torch's version counter showing it, while copies of the

@@ -50,13 +50,14 @@ def common_to(data: pd.DataFrame) -> str:
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
     """Return the names by which a sentence mentions the strategies ``some`` of libraries such as FSDP2.
 
-    ``shown`` are the strategies that the figure shows.  For example, the figure may show the strategies ``FSDP2`` and
-    ``FSDP2, kept`` of the library FSDP2:
+    ``shown`` are the strategies that the figure shows.
 
-    * ``some`` has both: the library's name ``FSDP2`` stands for both of them.
-    * ``some`` has only ``FSDP2, kept``: the strategy's own name is used, in quotation marks because of its comma.
+    * The figure shows several strategies of a library, and ``some`` has all of them: the library's name stands for
+      them.
+    * All other cases: each strategy's own name is used, in quotation marks if it has a comma.
 
-    If the figure shows a single strategy of a library, the strategy's own name is used, too.
+    For example, let the figure show the strategies ``FSDP2`` and ``FSDP2, kept`` of the library FSDP2.  If ``some`` has
+    both, the result is ``FSDP2``.  If ``some`` has only the second, the result is ``"FSDP2, kept"``.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):

@@ -69,7 +69,8 @@ def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
     """Return a look for each configuration, by name, from pairs (strategy, configuration).
 
     The first configuration of a strategy has the strategy's colour and marker.  The strategy's other configurations
-    have a lighter or darker shade of the colour, another marker and other dashes.
+    take other shades of the colour, other markers and other dashes in turn.  Shades and dashes repeat after a few
+    configurations.
     """
     looks: dict[str, Look] = {}
     seen: Counter[str] = Counter()

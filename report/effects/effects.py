@@ -209,7 +209,8 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
     The dict lacks these configurations:
 
-    * Configurations without losses.
+    * Configurations that :func:`report.effects.net_speed.net_speeds` leaves out: baselines, and for example
+      configurations without losses, or with too few training steps.
     * Configurations whose net speed-up :func:`report.effects.net_speed.foremost` does not know, for example because no
       source has the seconds of their steps.  If their verdict is ``not reached``, they are in the dict nevertheless.
 

@@ -56,7 +56,8 @@ def losses(derived: Derived) -> tuple[Row, ...]:
     * ``power``: the power of the test that gives the verdict;
     * ``target``: the baseline's mean loss plus the margin;
     * ``reached``: the number of seeds that reach the target;
-    * ``seconds``: the training seconds to the target, median over the trials that reach it;
+    * ``seconds``: the training seconds to the target, median over the trials that reach it
+      (:func:`~report.data.speedups.undisturbed`);
     * ``gain``: the baseline's seconds to the target over the configuration's seconds; NaN unless all trials of both
       reach the target.
 
@@ -285,7 +286,7 @@ def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
     """Return how many times as fast a configuration reaches a target loss as its baseline, with the interval.
 
     A pair is a trial of the configuration and a trial of the baseline with the same seed and occasion.  Its ratio is
-    the baseline's training seconds to the target over the configuration's (:func:`_seconds_to`).  The result is the
+    the baseline's training seconds to the target over the configuration's (:func:`_seconds_to`).  The result is a
     geometric mean of the ratios.  Disturbed pairs are left out; if all pairs are disturbed, all are kept
     (:func:`~report.data.speedups.undisturbed`).  One interval is computed over occasions and another one over seeds;
     the wider of the two is returned.

@@ -273,7 +273,8 @@ def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime 
 
     Returns None in each of these cases:
 
-    * DDP, FSDP2 or DeepSpeed trains the model.  This includes trials in which our collectives send their messages.
+    * DDP, FSDP2 or DeepSpeed trains the model.  This includes trials in which our collectives send the library's
+      messages.
     * A single process trains the model.
     * The work of the step, or the bytes that a node sends in the step, are not known.
     """

@@ -41,8 +41,8 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
 
     Both lists are empty in each of these cases:
 
-    * There are no counterparts.
-    * The difference in the page's first sentence has an interval, and no difference from a counterpart has one.
+    * There are no counterparts, or the differences from them are not known.
+    * Verdicts are possible on the difference in the page's first sentence, but on no difference from a counterpart.
     """
     if (found := one_field(head.derived)) is not None:
         among = f"where only {_NAMES.get(found.shared, f'policy.{found.shared}')} differs, "

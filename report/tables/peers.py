@@ -63,8 +63,8 @@ def ours_over_peers(derived: Derived) -> dict[str, list[Interval]]:
 
     There is one speed-up for each of our configurations and each library.  It is over the library's configuration that
     gives the smallest speed-up.
-    On CPUs, libraries send over gloo alone.  Speed-ups of our configurations that also send over gloo alone are
-    returned.  If there are none, the speed-ups of all our configurations are returned.
+    On CPUs, libraries send over gloo alone.  Therefore only the speed-ups of our configurations that also send over
+    gloo alone are returned.  If there are none, the speed-ups of all our configurations are returned.
     """
     rows = peers(derived).data
     if rows.empty:
