@@ -631,10 +631,11 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the alignment of parameters and shards in a suite: each starts on a multiple of this number of elements.
+    """Return the alignment of parameters and shards that a suite's records name, in elements.
 
-    The number is the field ``align`` of a record's policy, from the newest record in ``folder`` that has this field.
-    As long as no record has it, this function waits.
+    Each parameter and each shard starts at a multiple of this number of elements.  The number is the field ``align`` in
+    the policy of a record.  The newest record in ``folder`` that has this field is taken.  As long as there is no such
+    record, this function waits.
     """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):
@@ -644,12 +645,14 @@ def _recorded_alignment(folder: Path) -> int:
 
 
 def _place(suite: Suite) -> Place | None:
-    """Return the leading process's place in a run across hosts; in all other processes, work until the run ends.
+    """Return this process's place in a run across hosts if it leads the run; otherwise work until the run ends.
 
     - If all nodes of the suite are on this machine, returns None.
-    - In the process that leads the run, on node 0, returns its :class:`Place`: its node, and how nodes find each other.
-    - In all other processes, this function does not return.  The first process of each node starts and watches the
-      ranks of its node; further processes only wait.  When the run ends, the command ends with the run's exit status.
+    - If this process leads the run, on node 0, returns the process's :class:`Place`.  A place has the process's node,
+      and says how nodes find each other.
+    - If another process leads the run, this function does not return.  The first process of each node starts and
+      watches the ranks of its node; further processes only wait.  When the run ends, the command ends with the run's
+      exit status.
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
@@ -683,8 +686,8 @@ def _record(trial_id: str, results: Path) -> Path:
     taken.
 
     Raises:
-        Refusal: If ``trial_id`` is not 4 to 12 hex digits, or if the id of no recorded trial begins with it, or if the
-            ids of several trials do.
+        Refusal: If ``trial_id`` is not 4 to 12 hex digits, or if not exactly one recorded trial has an id that begins
+            with ``trial_id``.
     """
     is_id = re.fullmatch("[0-9a-f]{4,12}", trial_id) is not None
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []

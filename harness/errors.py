@@ -47,9 +47,9 @@ _NEEDED: Final = (
 
 
 def check_installed() -> None:
-    """Raise a Refusal that names the packages of :data:`_NEEDED` that are not installed, if there are any.
+    """Raise a Refusal if packages of :data:`_NEEDED` are not installed; the message names these packages.
 
-    Without this check, a command that imports one of them late could fail after it has run for a while.
+    Without this check, a command that imports a missing package late could fail after it has run for a while.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -48,20 +48,22 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     - ``secondary_frames`` and ``secondary_wide``: bytes of hpZ's copy of the weights.  ``secondary_frames`` are the
       bytes of a copy that is kept encoded, and ``secondary_wide`` those of a copy that is kept in 16 bits.
 
-    With a ``machine``, each row also has predictions of a step on this machine, under the following keys, each with
-    ``modelled_`` before it.  The values are None for trials whose step time is not modelled: those of peers, those that
-    run our policy inside FSDP2 or DDP, and those that generate:
+    With a ``machine``, each row also has predictions of a step on this machine.  Their keys are listed here without
+    their common beginning ``modelled_``.  All of them are None for a trial whose step cannot be predicted, such as a
+    trial of a peer, a trial that runs our policy inside FSDP2 or DDP, or a trial that generates
+    (:func:`~harness.runs.trial_step.step_of_trial`).
 
     - ``seconds``: the duration of a step.
-    - ``low_seconds`` and ``high_seconds``: ``seconds`` divided by and multiplied by ``exp(2 * spread)``, with
-      ``spread`` the relative standard deviation of measured steps around the machine's predictions.  None if the
+    - ``low_seconds`` and ``high_seconds``: ``seconds / exp(2 * spread)`` and ``seconds * exp(2 * spread)``.  ``spread``
+      is the relative standard deviation of measured steps around the machine's predictions.  Both are None if the
       machine has no ``spread``.
     - ``compute_seconds``, ``wire_seconds`` and ``exposed_seconds``: how long a step computes, sends between nodes,
       and waits for messages.
     - ``critical``: the resource that is busy longest, ``link`` or ``processor``.
     - ``tokens_per_second``: tokens of all ranks together.
-    - ``tflops``: of one rank, at 6 operations for each parameter and token, or 8 with activation checkpointing.
-    - ``speed_up``: seconds of ZeRO-3's step in the same setting over ``seconds``.  None without such a trial.
+    - ``tflops``: TFLOP/s of one rank, at 6 operations for each parameter and token, or 8 with activation checkpointing.
+    - ``speed_up``: the seconds of ZeRO-3's step, divided by ``seconds``.  ZeRO-3's step is that of the ZeRO-3 trial in
+      the same setting; without such a trial, ``speed_up`` is None.
     - ``basis``: a word for the origin of the prediction, such as ``calibrated``
       (:meth:`impl.plan.step_time.Machine.basis`).
     - ``fits_low_seconds`` and ``fits_high_seconds``: the least and the largest ``seconds`` over all fits of the
@@ -96,8 +98,8 @@ def undecided(row: Mapping[str, Any]) -> bool:
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
     """Predict each trial's step on a machine, and the trial's speed-up over ZeRO-3 in the same setting.
 
-    The costs, such as seconds per operation, are those in the fields of ``machine``; its ``alternatives``, other sets
-    of costs, are not used.
+    The costs, such as seconds per operation, are read from the fields of ``machine``.  The other sets of costs that the
+    machine may have, in its field ``alternatives``, are not used.
 
     Returns:
         For each trial, the pair (step, speed-up).  The step is None if it cannot be predicted.  The speed-up is None if
@@ -259,13 +261,13 @@ def _summary(record: Record) -> dict[str, Any]:
     """Return the main numbers of a record by name; a number that was not measured is None.
 
     - ``step_seconds``: the duration of a step on its slowest rank, as the median over the timed steps.  For a trial
-      that generates, the duration of a generation on the first rank, as the median over all generations.
+      that generates, the duration of a generation on the first rank, as the median over the timed generations.
     - ``exposed_seconds``: seconds of a step or generation in which the first rank waits for messages, as the median
       over the steps or generations.
     - ``inter_bytes``: bytes that all ranks sent between nodes in a step or generation, from the ledger.  Without a
       ledger, the bytes that the nodes' interfaces counted; ``counted_by_interfaces`` is then true.
-    - ``rate_mbit``: the rate of the link between nodes in Mbit/s, as the median of the rates that probes measured after
-      the trial or, without probes, of the rates that its calibration measured.
+    - ``rate_mbit``: the rate of the link between nodes in Mbit/s.  It is the median of the rates that probes measured
+      after the trial.  Without probes, it is the median of the rates that the link's calibration measured.
     - ``loss``: the loss of the last step, as the mean over ranks.  None for a trial that generates.
     """
     timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]

@@ -154,8 +154,9 @@ def encode(
         x: the elements to encode.
         frames: the tensor to write to.
         noise: the random bits, if the codec rounds stochastically.
-        carried: the state of error feedback; None for none.  The error of the previous encoding, which it holds, is
-            added to the elements before they are encoded, and is then replaced by the error of this encoding.
+        carried: the state of error feedback; None for none.  The error that it holds, from earlier encodings, is added
+            to the elements before they are encoded.  The error of this encoding then replaces it or, with a decay, is
+            averaged with it (:class:`~impl.codecs.reference.Carried`).
     """
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)
@@ -175,12 +176,12 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """Return ``frames`` viewed as elements (..., S) of the codec's type, if torch can encode and decode by a copy.
+    """Return ``frames`` viewed as elements (..., S) of the codec's type; None if the backend must encode or decode.
 
-    Torch casts when it copies.  Copying ``x`` (..., S) to the returned view thus encodes ``x``, and copying the view to
-    ``x`` decodes ``frames``.
+    With the view, ``Tensor.copy_()`` can do the work of the backend, since it casts.  Copying ``x`` (..., S) to the
+    view encodes ``x``, and copying the view to ``x`` decodes ``frames``.
 
-    Returns None in these cases, in which the backend must encode or decode:
+    Returns None in these cases:
 
     - ``x`` has the codec's type already;
     - frames have padding, or are not aligned to the size of their elements;
@@ -232,7 +233,7 @@ def decode_sum_encode(
         out: (..., F') uint8, receives the encoded sum.
         numel: the number of elements in a frame.
         noise: the random bits, if ``second`` rounds stochastically.
-        carried: the error of the previous encoding, which is added to the sum and then replaced; None for none.
+        carried: the state of error feedback, used as in :func:`encode`; None for none.
         sums: the type in which partial sums are kept, fp32 or fp16.
     """
     operations, _ = _choose(out.device.type)
@@ -240,9 +241,9 @@ def decode_sum_encode(
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """Return checksums (n,) int64 of the bits of ``values`` (S,) fp32, with which a write to ``values`` is detected.
+    """Return checksums (n,) int64 of the bits of ``values`` (S,) fp32.
 
-    A write is detected by comparing checksums from before and after it.  The number n depends on S and on the backend;
-    see :meth:`Operations.sums_of_bits`.
+    A caller compares the checksums before and after some code, to find out whether the code wrote to ``values``.  The
+    number n depends on S and on the backend; see :meth:`Operations.sums_of_bits`.
     """
     return _choose(values.device.type)[0].sums_of_bits(values)

@@ -54,10 +54,10 @@ def build(
         width: Width of the figures in mm.
         forms: Formats in which figures are drawn besides SVG: "pdf", "png".  Each format takes about as long as the
             page.
-        steps: Other records, or a machine file, from which net speed-ups take the seconds of a step.  (A net speed-up
-            is the factor by which a configuration needs fewer seconds of training than its baseline to reach the
-            baseline's final loss.)  By default, they are taken from the records of another suite, if the suite file
-            names one by its key ``seconds``.
+        steps: Where net speed-ups take the seconds of a step from: other records, or a machine file.  A net speed-up is
+            the factor by which a configuration needs fewer seconds of training than its baseline to reach the
+            baseline's final loss.  By default, the seconds are taken from the records of another suite, if the suite
+            file names one by its key ``seconds``.
 
     Raises:
         Refusal: If a table or column is unknown, or the machine file cannot be read.

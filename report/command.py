@@ -370,10 +370,13 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
 def folder_of(suite: str, results: Path) -> Path | None:
     """Return the results folder of a suite; ``suite`` is the suite's name, its file, or the results folder itself.
 
-    If ``suite`` is a name or a folder, the folders ``suite`` and ``results / suite`` are tried in this order.  The
-    first one that holds records or archives is returned; if neither does, the first one that exists.  Returns None if
-    neither exists.
-    Raises a Refusal if ``suite`` is a suite file (``.toml``), and the suite has no results folder.
+    If ``suite`` is a suite file (``.toml``), the result is this suite's folder in ``results``.
+
+    If ``suite`` is a name or a folder, there are two candidates, in this order: ``suite`` and ``results / suite``.  The
+    result is the first candidate that holds records or archives.  If neither holds any, it is the first candidate that
+    exists; None if neither exists.
+
+    Raises a Refusal if ``suite`` is a suite file, and the suite has no results folder.
     """
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))

@@ -198,11 +198,12 @@ def capitalised(text: str) -> str:
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
     """Return a sentence for each difference in ``others``, to follow a sentence that states the difference ``top``.
 
-    ``kind`` is the quantity of all differences.  The list is empty in each of these cases:
+    ``kind`` is the quantity of all differences.  There are sentences in two cases:
 
-    * ``others`` has more than :data:`_MOST_OTHERS` differences.
-    * A verdict on ``top`` is possible (``top.known``), and ``top`` is not significant.
-    * No verdict on ``top`` is possible, and ``kind`` is another quantity than ``nodes`` (throughput on more nodes).
+    * A verdict on ``top`` is possible (``top.known``), and ``top`` is significant.
+    * No verdict on ``top`` is possible, and ``kind`` is ``nodes``, the throughput on more nodes.
+
+    In other cases the list is empty, and also if ``others`` has more than :data:`_MOST_OTHERS` differences.
     """
     told = top.effect.significant if top.known else kind == "nodes"
     if not told or len(others) > _MOST_OTHERS:
@@ -225,15 +226,16 @@ def on_one(kind: str, difference: Difference, *, steps: int = -1) -> str:
 def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:
     """Return the difference that a sentence states: the largest significant one.
 
-    If no difference is significant, return the largest difference that has an interval.  If none has an interval,
-    return the largest of all.
-    Two rules narrow the choice among significant differences, in this order.  A rule that would leave no difference is
-    skipped:
+    If no difference is significant, return the largest difference on which a verdict is possible
+    (:attr:`Difference.known`).  If there is no such difference, return the largest of all.
 
-    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss, only the differences of these
-      configurations are considered: strategies without changes, strategies with a method of a user's own, and controls
+    If several differences are significant, two rules narrow the choice, one after the other.  A rule that would leave
+    no difference is skipped.
+
+    * The first rule applies if ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss.  It keeps the
+      differences of strategies without changes, of strategies with a method of a user's own, and of controls
       (configurations with a deliberate fault).
-    * If ``kind`` is a speed, or if ``gains`` is true, only improvements are considered.
+    * The second rule applies if ``kind`` is a speed, or if ``gains`` is true.  It keeps improvements.
     """
     known = [each for each in differences if each.known]
     shown = [each for each in known if each.effect.significant]

@@ -378,8 +378,12 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
     """Return the last column of the table of verdicts: its values, by (setting, configuration), and its title.
 
-    The column shows what the suite asks for if no other column does: tokens/s (``asked`` is ``tokens`` or ``nodes``),
-    or break-even rates (``rate``).  Values and title are empty for other quantities.
+    The column shows the quantity that the suite asks for, if no other column shows it:
+
+    * ``asked`` is ``tokens`` or ``nodes``: tokens/s;
+    * ``asked`` is ``rate``: break-even rates.
+
+    For other quantities, there is no such column; values and title are empty.
     """
     keys = ["setting", "configuration"]
     if asked == "tokens":

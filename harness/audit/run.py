@@ -24,10 +24,10 @@ _OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # former name of this varia
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make the folder of an audit, and write into it the module that the program's processes load, with ``options``.
+    """Make the folder of an audit, and write the witness and its ``options`` into the folder.
 
-    The module, called the witness, records a process's calls (:mod:`harness.audit.witness`).  The files of an earlier
-    audit in this folder are removed.
+    The witness is the module that each process of the program loads, and that records the process's calls
+    (:mod:`harness.audit.witness`).  The files of an earlier audit in this folder are removed.
 
     Raises:
         Refusal: If ``folder`` is a file, or has files but no earlier audit.

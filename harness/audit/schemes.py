@@ -18,9 +18,10 @@ type of 8 bits or less is called qwZ.  An all-to-all in such a type that takes t
 qgZ.  If the program uses FSDP2, the sizes, padding and types are read from its units, which are the modules given to
 ``fully_shard()``.  The closed form is then exact.
 
-This project's engine sends encoded shards, called frames, which hold codes, scales and padding.  The sizes of frames
-are read from the running engine, so that its closed form is exact too.  On N nodes of R ranks, with F the bytes of one
-rank's frames for the whole model, a rank sends these bytes in hierarchical ZeRO-3 and ZeRO++:
+This project's engine sends frames.  A frame is an encoded shard: codes, scales and padding.  The sizes of frames are
+read from the running engine, so the closed form of the engine's messages is exact too.  The next table has the bytes
+that a rank sends in hierarchical ZeRO-3 and ZeRO++.  N is the number of nodes, R the number of ranks on each node, and
+F the bytes of one rank's frames for the whole model.
 
 | | to other nodes | inside the rank's node |
 | --- | --- | --- |
@@ -318,9 +319,10 @@ _PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward
 def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
     """Return the number of micro-batches in the audited step of this project's engine.
 
-    The number is computed from ``sums``, the bytes that the rank sent in forward passes, and ``hops``, the bytes of the
-    gathers of one forward pass.  If only the first micro-batch gathers weights in forward, the number cannot be
-    computed, and 1 is returned.
+    ``sums`` has the bytes that the rank sent in all forward passes of the step.  ``hops`` has the bytes of one forward
+    pass: of the first (turn ``forward``), and of each further one (turn ``again``).  For example, with 100 bytes in the
+    first pass, 60 in each further one and 220 in all, there were 3 micro-batches.  If only the first micro-batch
+    gathers weights in forward, the number cannot be computed, and 1 is returned.
     """
     first, again = (
         sum((len(hop["ranks"]) - 1) * hop["bytes"] for hop in hops if hop["turn"] == turn)

@@ -177,8 +177,10 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
     rank's reading lacks what other ranks have yet to send in this step.  The last rank's reading includes what other
     ranks have already sent in the next step.  The node's true count at the end of the step lies between these two
     readings, so the bytes between the ends of two steps are known only as a range.  ``counted`` is the middle of the
-    range, and ``uncertain`` is half of its width.  A rank that records until its process ends reads the counters once
-    more then.  If all ranks of the node do so, the last of these readings is exact.
+    range, and ``uncertain`` is half of the range's width.
+
+    A rank that records until its process ends reads the counters one more time, at this end.  If all ranks of the node
+    do so, the latest of these readings is exact.
     """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
@@ -214,8 +216,9 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
     """Return whether ``step`` was the last step of all ranks, and all ranks recorded until they ended by themselves.
 
-    If so, each rank has read its node's counters once more when it ended.  A rank that was killed has not, nor has a
-    rank that stopped recording after the last step that the audit was asked for.
+    If this is true, each rank has read its node's counters once more when the rank ended.  Two kinds of ranks make no
+    such reading: ranks that were killed, and ranks that stopped recording after the last step that the audit was asked
+    for.
     """
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
@@ -237,13 +240,14 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
     """Choose two steps (first, last), such that the bytes that a node sent between their ends are known most exactly.
 
-    The ranks of a node read its interface counters at different moments after a step.  The difference between these
-    readings is the uncertainty of the step.  The chosen pair has the smallest sum of both uncertainties, divided by the
-    number of steps from ``first`` to ``last``.
+    The ranks of a node read its interface counters at different moments after a step.  The uncertainty of the step is
+    the largest of these readings minus the smallest, summed over all interfaces except ``lo``; it is 0 if the program
+    ended with the step.  For each pair of steps, the two uncertainties are added, and the sum is divided by the number
+    of steps from ``first`` to ``last``.  The pair with the smallest quotient is chosen.
 
-    Candidates are the reported steps, and the step before the first of them, if all ranks of the node read the counters
-    after the step.  ``first`` is one of the first ten candidates, and ``last`` is one of the last ten.  Returns None if
-    there are fewer than two candidates.
+    Candidates are the reported steps and the one step before them.  A step after which some rank of the node did not
+    read the counters is no candidate.  ``first`` is one of the first ten candidates, and ``last`` is one of the last
+    ten.  Returns None if there are fewer than two candidates.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])

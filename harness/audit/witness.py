@@ -409,11 +409,11 @@ class Witness:
         self.undo.append(lambda: setattr(holder, name, before))
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Return a replacement for ``method`` of ``ProcessGroup``, which counts each call and then makes it.
+        """Return a replacement for ``method`` of ``ProcessGroup``, which counts each call and then calls ``method``.
 
-        ``operation`` is the collective that the method starts, such as ``all_gather``.  If torch's flight recorder sees
-        the call, counting is enough: the count tells how full the recorder is.  In two cases the replacement passes the
-        call on to :meth:`note`: if the recorder may not see the call, or if the recorder may be nearly full.
+        The count tells how full torch's flight recorder is.  ``operation`` is the collective that the method starts,
+        such as ``all_gather``.  In two cases the replacement lets :meth:`note` count the call: if the recorder may not
+        see the call, or if the recorder may be nearly full.
         """
         maybe_unseen = operation in _POINT_TO_POINT
 
@@ -437,8 +437,8 @@ class Witness:
     def note(self, operation: str, group: Any, arguments: Any, options: Any) -> None:
         """Count a call of ``operation`` that Python code makes; if no recorder sees the call, also keep its row.
 
-        If the recorder is nearly full, and no step has ended since it was last read, this method reads it.  If
-        ``group`` is not known yet, this method writes an event for each new group.
+        - If the recorder is nearly full, and no step has ended since the last reading, this method reads the recorder.
+        - If ``group`` is not known yet, this method writes an event for each new group.
         """
         self.since += 1
         self.in_step += 1
@@ -474,8 +474,9 @@ class Witness:
     def before_step(self, optimizer: Any, *_: Any) -> None:
         """Note the time at which a step of ``optimizer`` begins, if ``optimizer`` marks the training steps.
 
-        Of a program's optimizers, the one whose ``step()`` is called first marks the training steps: each of its steps
-        ends one.  If an optimizer's ``step()`` calls the ``step()`` of others, the outer optimizer is called first.
+        A program may have several optimizers, and one of them marks the training steps: each time this optimizer
+        steps, a training step ends.  It is the optimizer whose ``step()`` is called first in the program.  If the
+        ``step()`` of one optimizer calls the ``step()`` of others, the outer optimizer is therefore the marking one.
         After the marking optimizer has been deleted, the next optimizer that steps takes its place.
         """
         if self.stepper is None or self.stepper() is None:
@@ -744,11 +745,12 @@ class Witness:
         return new, last
 
     def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
-        """Return the rows of ``entries``, which were copied without stacks, with the help of earlier equal steps.
+        """Return the rows of ``entries``, with phases and call sites from an earlier step that made the same calls.
 
-        Phases and call sites, which stacks would show, are taken from an earlier step with the same calls.  Returns
-        None in two cases: if the calls of a step have not yet come twice with the same stacks, or if some entries were
-        made after the last step that has ended.
+        The entries were copied without stacks, so they do not show phases and call sites.  Returns None in these cases:
+
+        - The calls of a step have not yet come twice, or they have come with different stacks.
+        - Some entries were made after the last step that has ended.
 
         Args:
             name: Name of the recorder.

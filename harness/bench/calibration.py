@@ -205,8 +205,8 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
     - The second fit explains the remaining seconds of a step by the costs ``unit``, ``element``, ``message`` and
       ``sent``.  The remaining seconds are ``(step - forward - backward - optimizer) / slower - encoding``.  ``slower``
       is the ratio of the trial's seconds of forward and backward to those that the first fit predicts.  ``encoding``
-      is predicted from the codecs' measured costs.  Only trials over the fast link are used, since over the slow link
-      processor time is also spent on waking threads that wait for messages.
+      is predicted from the codecs' measured costs.  Only trials over the link without a limited rate (the fast link)
+      are used.  Over the slow link, ranks also spend processor time on waking threads that wait for messages.
 
     ``optimizer``, ``efficiency`` and ``latency`` come from medians of measured values.  ``spread`` becomes the larger
     of the machine's drift and the error of predicted durations (:func:`_error`).
@@ -230,7 +230,7 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
     unshaped = [trial for trial in measured if trial.achieved is None]
 
     def busy(**costs: Any) -> list[float]:
-        """Predict, for each trial over the fast link, a step's processor seconds if all costs but these were 0."""
+        """Predict a step's processor seconds for each trial over the fast link, as if all other costs were 0."""
         steps = (replace(trial.step, parameters=0.0, rate=math.inf) for trial in unshaped)
         return [step_of(replace(blank, **costs), step).seconds for step in steps]
 
@@ -256,9 +256,10 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Fit ``seconds`` as a sum of ``terms``, each times a factor of at least 0, and return the factors by name.
+    """Fit a factor of at least 0 for each of ``terms``, and return the factors by name.
 
-    The fit is by non-negative least squares over the trials.
+    In each trial, the sum of all terms, each multiplied by its factor, should equal the trial's ``seconds``.  The
+    method is non-negative least squares over the trials.
 
     Args:
         terms: For each term, by name, its value in each trial.

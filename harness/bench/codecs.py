@@ -170,8 +170,8 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
     """Yield the operations to time on the elements ``x`` (S,).
 
-    ``codecs`` and ``backends`` are names.  Backends that do not work on the device of ``x`` are skipped.  Casts, such
-    as ``bf16``, are timed only on the first of our backends, since all backends leave casts to torch.
+    ``codecs`` and ``backends`` are names.  Backends that do not work on the device of ``x`` are skipped.  All backends
+    of this project leave casts, such as ``bf16``, to torch.  Casts are therefore timed only on the first of these.
     """
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]

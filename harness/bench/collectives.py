@@ -82,8 +82,8 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
     """Return the bytes that this rank sends in one call: ``inter`` to other nodes, and ``intra`` inside its node.
 
-    Two calls are made.  The first call sets up buffers and shared memory, so that no timed call has to; the bytes of
-    the second call are returned.
+    ``run`` is called twice.  The first call sets up buffers and shared memory, which later timed calls then find ready.
+    The bytes of the second call are returned.
     """
     run()
     wire.ledger.booked.clear()

@@ -1,9 +1,9 @@
 """Defines variants of the CUDA kernels that lack an optimisation, as backends of ``zeropp bench codecs``.
 
 All variants write the same bits as the backend ``cuda``, so that a difference in speed is due to the optimisation.
-:data:`ABLATED` lists the variants.  Three of them are a series in which encoding loses one more optimisation at a time:
-first ``cuda-general``, then ``cuda-shared-memory``, then ``cuda-two-reads``.  The last two decode with the same kernels
-as ``cuda``.  Each of the other variants lacks one optimisation of ``cuda``.
+:data:`ABLATED` lists the variants.  Three of them are a series: encoding lacks one optimisation in ``cuda-general``,
+two in ``cuda-shared-memory``, and three in ``cuda-two-reads``.  Of these three, only ``cuda-general`` also decodes with
+other kernels than ``cuda``.  Each variant outside the series lacks one optimisation of ``cuda``.
 """
 
 from __future__ import annotations

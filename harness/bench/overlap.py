@@ -2,12 +2,13 @@
 
 There are two experiments:
 
-- Training steps under a policy alternate with *compute alone*, steps of the same model that send nothing.  The rate of
-  the link is chosen from the seconds of compute alone, such that all communication could overlap with computation:
-  forward and backward each compute at least :data:`ROOM` times as long as they send.
-- A gradient is reduced in two hops, first inside nodes and then between nodes, once as a whole and once in several
-  chunks, whose hops may overlap.  The messages of each hop are also timed alone.  The hop inside nodes uses gloo,
-  because through shared memory it would take almost no time, and nothing would be left to overlap.
+- Training steps under a policy alternate with steps of the same model that send nothing.  The steps that send nothing
+  are called *compute alone*.  Their seconds decide the rate of the link: forward and backward each compute at least
+  :data:`ROOM` times as long as they send.  All communication could therefore overlap with computation.
+- A gradient is reduced in two hops, the first inside nodes and the second between nodes.  This reduction is timed
+  twice: with the gradient in one chunk, and in several chunks.  With several chunks, the hops of different chunks may
+  overlap.  The messages of each hop are also timed alone.  The hop inside nodes uses gloo, because through shared
+  memory it would take almost no time, and nothing would be left to overlap.
 """
 
 from __future__ import annotations

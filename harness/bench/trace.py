@@ -4,8 +4,9 @@ The ranks run these steps:
 
 1. the trial's warm-up steps, at least one;
 2. one step without tracing, whose duration shows what tracing costs;
-3. with this project's engine, the *timeline step*: when each rank computes, encodes, sends and waits is written into a
-   file in Chrome's format, from which the suite's page draws a figure with one row (lane) for each of these activities;
+3. only with this project's engine, the *timeline step*.  The times at which each rank computes, encodes, sends and
+   waits are written into a file in Chrome's format.  From this file, the suite's page draws a figure with one row
+   (lane) for each of these activities;
 4. one step that warms torch.profiler up, and :data:`PROFILED` steps under torch.profiler.  ``zeropp whatif`` and
    Perfetto read the traces of these steps.
 

@@ -1,9 +1,9 @@
 """Connects the supervisors of a run's nodes, which exchange small JSON messages through one key-value store.
 
 Every node has one supervisor, a process that starts and watches the node's ranks and outlives them
-(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``.  Under torchrun it is torchrun's own; otherwise
-the supervisor of node 0 serves one.  All messages are encrypted and authenticated with the run's secret token
-(:mod:`harness.cluster.run_token`), since every local user may connect to a store.
+(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``.  If torchrun serves a store of its own, this
+store is used; otherwise the supervisor of node 0 serves one.  All messages are encrypted and authenticated with the
+run's secret token (:mod:`harness.cluster.run_token`), since every local user may connect to a store.
 
 Each supervisor shows that it is alive by heartbeats: once a second, over a connection of its own, it increments a
 counter in the store.  A supervisor whose counter has not changed for :data:`_LOST_SECONDS` seconds is lost.
@@ -65,8 +65,8 @@ class Place:
     def for_ranks(self, work: int) -> Place:
         """Return the place through which the ranks of all nodes find each other when they run command number ``work``.
 
-        The ranks use the same store as the supervisors.  Only ``job``, the name of the run, is different.  It is a part
-        of each key, so that the ranks' keys differ from all other keys in the store.
+        The ranks use the same store as the supervisors.  The returned place differs from this one only in ``job``, the
+        name of the run.  The name is a part of each key in the store, so the ranks' keys differ from all other keys.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")
 
@@ -82,7 +82,8 @@ class Channel:
         """Connect to the store, or serve it, and find the run's token.
 
         Raises:
-            Refusal: If nothing answers at the store's address, its port is taken, or this process has no token.
+            Refusal: If nothing answers at the store's address, if the store's port is taken, or if this process has no
+                token.
         """
         self.place = place
         self._files: list[Path] = []  # files that hold the token; removed at the end

@@ -1,9 +1,9 @@
 """Decides what Ctrl-C does: it ends the process at once or, when there is something to clean up, raises an exception.
 
 A ``KeyboardInterrupt`` that is raised while torch is imported may be swallowed by code that catches all exceptions, or
-may abort the process.  Therefore Ctrl-C ends the process with one line and status 130 (:func:`end_at_once`) until the
-command line starts processes, joins nodes or writes files.  From then on (:func:`take_over`), Ctrl-C raises a
-``KeyboardInterrupt`` as usual.
+may abort the process.  Therefore Ctrl-C at first ends the process with one line and status 130 (:func:`end_at_once`).
+Before the command line starts processes, joins nodes or writes files, it calls :func:`take_over`.  From then on,
+Ctrl-C raises a ``KeyboardInterrupt`` as usual.
 
 Importing this module also installs a hook for import errors: if a package is missing, the process ends with one line
 and status 2.  The command line imports this module before any module that takes time to import; this module imports no

@@ -120,8 +120,8 @@ class Link:
     def record(self, probed_mbit: list[float]) -> LinkRecord:
         """Return what a trial's record says about the link.
 
-        The record's requested rate is the rate of the slowest node.  ``probed_mbit`` has the rates, in Mbit/s, that
-        were measured after the trial.
+        If one node is slower than the others (``cluster.slow``), the record's requested rate is the rate that was
+        requested for this node.  ``probed_mbit`` has the rates, in Mbit/s, that were measured after the trial.
         """
         from harness.records.trial_record import LinkRecord
 

@@ -165,9 +165,9 @@ class Nodes:
     ) -> dict[int, Answer]:
         """Collect the answers of ``nodes`` to command ``number``, for at most ``seconds``, and return them by node.
 
-        Waiting ends early when all nodes have answered.  For a lost node, the result has a failure of kind ``lost`` as
-        its answer.  With ``cause``, waiting also ends as soon as a node is lost, or reports a failure that is not the
-        effect of another failure.  Nodes that are not lost and have not answered are left out.
+        A node that is lost counts as having answered with a failure of kind ``lost``.  Waiting ends early when all
+        nodes have answered.  With ``cause``, waiting also ends as soon as one node has answered with a failure that is
+        not the effect of another failure.  Nodes that have not answered by then are missing in the result.
         """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:

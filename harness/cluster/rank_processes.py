@@ -4,7 +4,7 @@ A fork server, which has imported torch, forks four ranks in a tenth of a second
 namespace while it is still single-threaded, joins the process group, and runs its work.  Its output goes to a log that
 is kept only after a failure.
 
-If ranks are to be threads, one such process holds all of them (:mod:`impl.simulate`).
+If a trial's ranks are to be threads, one fresh process holds the threads of all ranks (:mod:`impl.simulate`).
 
 If a rank fails, all other ranks are killed.  After a timeout, every rank first writes the stacks of all its threads to
 its log.  If the process that runs the sweep dies, its ranks and the fork server end too.

@@ -27,6 +27,7 @@ from torch import Tensor
 from harness.errors import Refusal
 from harness.records.archive import SUFFIX, unpack
 from harness.records.trial_record import Record, read_valid
+from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
 from impl import ops, regular_file
 from impl.codecs.codec import Codec, common_grain, parse
@@ -199,8 +200,9 @@ def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     """Encode and decode ``x`` (..., parts, S) as for sending; return the decoded elements, bytes and seconds.
 
-    The bytes are those that one sender sends: one encoding of S elements for each of its ``parts``.  A stochastic
-    codec's random bits depend on ``number`` and ``hop``.
+    A sender sends ``parts`` rows of S elements, each encoded by itself.  The leading axes ``...`` run over the senders.
+    The returned bytes are those of one sender, as the mean over all senders.  A stochastic codec's random bits depend
+    on ``number`` and ``hop``.
     """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
@@ -311,17 +313,17 @@ class Agreement(NamedTuple):
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Return the rank correlation between the errors of codecs on gradients and the losses of training with them.
 
-    The losses are the last validation losses in a suite's records.  Only records whose gradients have the same codec in
-    both hops are used.  Two records are comparable if they have the same strategy, the same link rate and the same
-    changes of the policy, except for this codec.  Of all sets of comparable records, the set with the most codecs is
-    used.  The confidence interval comes from 2000 bootstrap samples of the seeds.
+    The losses are the last validation losses in a suite's records.  Records whose gradients have different codecs in
+    the two hops are left out.  The other records are divided into sets: the records of a set have the same strategy,
+    the same link rate and the same changes of the policy, except for the codec of the gradients.  Only the set with
+    the most measured codecs is used.  The confidence interval comes from 2000 bootstrap samples of the seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.
         results: The folder or archive of the suite's records.
 
     Raises:
-        Refusal: If every set has fewer than five of the measured codecs, or if no seed has losses for all codecs of the
+        Refusal: If this set has fewer than five of the measured codecs, or if no seed has losses for all codecs of this
             set.
     """
     from scipy import stats
@@ -354,9 +356,9 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
     """Yield (set, codec of the gradients, seed, last validation loss) for each record with a validation loss.
 
-    The set is a text that is equal for comparable records: those with the same strategy, the same link rate and the
-    same changes of the policy, except for the gradients' codec.  Left out are records of failed trials, records of
-    controls, and records whose gradients have different codecs in the two hops.
+    The set is a text that is equal for comparable records: those with the same setting (model, batch, ranks, link and
+    so on), the same strategy and the same changes of the policy, except for the gradients' codec.  Left out are records
+    of failed trials, records of controls, and records whose gradients have different codecs in the two hops.
     """
     for record in records:
         if record.failure is not None or not record.validations:
@@ -365,5 +367,5 @@ def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
         policy = trial.resolved_policy()
         if policy is not None and len({*policy.gradients}) == 1 and trial.control is None:
             changes = trial.policy.model_dump(exclude={"gradients", "align"}, exclude_defaults=True)
-            kind = f"{trial.strategy} {changes} {trial.cluster.rate}"
+            kind = f"{setting_of(trial, 'seed', 'repeat')} {trial.strategy} {changes}"
             yield kind, str(policy.gradients[0]), trial.seed, record.validations[-1].loss

@@ -96,8 +96,8 @@ def _gather(gather: OwnGather, case: Case, geometry: UnitGeometry, call: tuple[i
 def _wholes(own: OwnMethod, case: Case, calls: Calls, *, resumed: int | None = None) -> list[list[Tensor]]:
     """Make the gathers ``calls`` on all ranks, and return for each rank the gathered weights (P,) of each call.
 
-    With ``resumed``, the user's method is resumed as from a checkpoint: before call number ``resumed``, counted from 0,
-    a new object of the user's class replaces the old object, and loads its state.
+    With ``resumed``, the user's method is resumed once, as from a checkpoint.  Before call number ``resumed``, counted
+    from 0, a new object of the user's class loads the state of the old object, and makes all further calls.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
 

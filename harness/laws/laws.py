@@ -295,10 +295,11 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 def _unbiased(subject: Subject, case: Case) -> None:
     """Check that stochastic rounding is unbiased: on average, an element decodes to itself.
 
-    The first :data:`DRAWN` elements of the row are checked; S is their number, which is smaller for a short row.  They
-    are encoded N = :data:`DRAWS` times with different random bits, and the N decoded values of each element are
-    averaged.  Let b be the element's declared error bound, and V the sample variance of its decoded values.  The
-    average may differ from the element by the sum of three terms:
+    At most the first :data:`DRAWN` elements of the row are used.  Let S be the number of these elements.  They are
+    encoded N = :data:`DRAWS` times with different random bits, and the N decoded values of each element are averaged.
+    Let b be the element's declared error bound, and V the sample variance of its decoded values.  An element whose
+    bound is infinite is not checked.  For any other element, the average may differ from the element by the sum of
+    three terms:
 
     - ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` with ``L = ln(4 S / FALSE_ALARM)``.  This is the empirical Bernstein
       bound (Maurer and Pontil 2009, theorem 4, two-sided), the part that chance explains.

@@ -289,10 +289,13 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
     """Check that all ranks compute the same mean, bit by bit.
 
-    In a usual reduction each rank keeps only its own shard of the mean, so that no two ranks have an element in common.
-    The same gradients are therefore reduced a second time, in a layout in which every rank keeps the whole mean.  In
-    the second reduction, each element of a rank's shard must have the same value as in the first: in the whole mean of
-    this rank, and in the whole mean of rank 0.
+    The same gradients are reduced twice, in two layouts:
+
+    - In the case's own layout.  Usually each rank then keeps only its own shard of the mean, so that no two ranks have
+      an element in common that could be compared.
+    - In a layout in which every rank keeps the whole mean.
+
+    Each element of a rank's shard must equal the same element of two whole means: this rank's and rank 0's.
     """
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):

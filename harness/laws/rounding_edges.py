@@ -57,11 +57,13 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
     There is one row for each scale in :func:`spans`.  For each two adjacent levels, the row has three elements: the
     tie between the levels, the next float towards zero, and the next float away from zero.  Before each of these
     elements, the row repeats the extremes that determine the scale, so that every block of the row gets this scale.
-    The extremes are the smallest and the largest element or, for a symmetric codec, only the largest.
+    A symmetric codec has one extreme, the largest element.  An asymmetric codec has two: the smallest and the largest.
 
-    For a stochastic codec, the tie is replaced by the value at which the random bits ``noise`` change the rounding.
-    For a codec with a Hadamard rotation, the inverse rotation is applied to the row, so that the codec quantises these
-    elements.  A row that is not finite after this rotation is left out.
+    A stochastic codec's rounding does not change at the tie, but at a value that the random bits ``noise`` determine.
+    The row has this value in place of the tie.
+
+    A codec with a Hadamard rotation rotates a row before quantising it.  The row is therefore rotated backwards here,
+    so that the codec quantises the intended elements.  A row that is not finite after this rotation is left out.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)

@@ -176,8 +176,8 @@ def gradient_errors(
             this rank's state group.
 
     Returns:
-        A dict with a :class:`Place` for each reduction and each hop.  Its value (:data:`Sums`) begins with the sum of
-        squared errors and the sum of squared exact values.
+        A dict.  Each key (:class:`Place`) stands for a whole reduction or for one hop.  Each value (:data:`Sums`)
+        begins with the sum of squared errors and the sum of squared exact values.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
@@ -193,7 +193,7 @@ def gradient_errors(
 
 
 def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """Fetch every rank's local gradient of this rank's part of a unit; all ranks must call this.
+    """Fetch from every rank the part of its local gradient that this rank needs; all ranks must call this.
 
     Args:
         gradient: (P,) fp32, this rank's local gradient of the whole unit.
@@ -284,11 +284,11 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """Return a sentence if a unit's gathered weights are closer to the masters than the codec allows; else None.
 
-    This finds weights that were sent in fp32 although the policy asks for a lossy codec.  Weights are too close if
-    their squared error, summed over all ranks, is less than half of the squared error that encoding and decoding the
-    masters makes.  All ranks must call this.
+    This finds weights that were sent in fp32 although the policy asks for a lossy codec.  For comparison, the masters
+    are encoded and decoded here.  Weights are too close if their squared error is less than half of the squared error
+    of these decoded masters.  Both errors are summed over all ranks.  All ranks must call this.
 
-    Returns None without a check if the weights' error is expected to be another one:
+    In these cases the two errors are not compared, and None is returned:
 
     - the policy sends differences of weights, has a bit budget, or has ``planes`` other than 1;
     - the gather or the codec is the user's own;
@@ -367,11 +367,12 @@ def growth(ranks: int) -> float:
 
     The factor is half the number of ranks, but at least :data:`GROWTH`.
 
-    The vNMSE of a reduction grows even without a fault, because the ranks' gradients become less alike in training.
-    The reduction's squared error is proportional to the mean over ranks of the squared gradients.  The vNMSE divides
-    this error by the square of the mean gradient.  If all ranks have the same gradient, the mean of the squares equals
-    the square of the mean.  If the gradients of n ranks are orthogonal, it is n times as large.  In runs without a
-    fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
+    The vNMSE of a reduction is its squared error, divided by the square of the exact mean gradient.  It grows even
+    without a fault, because the ranks' gradients become less alike in training.  Let A be the mean over ranks of the
+    squared gradients, and B the square of the mean gradient.  The squared error is proportional to A, and the vNMSE
+    therefore to A / B.  If all ranks have the same gradient, A / B is 1.  If the gradients of n ranks are orthogonal,
+    A / B is n.  In runs without a fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128
+    ranks.
     """
     return max(GROWTH, ranks / 2)
 
@@ -382,9 +383,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
     The vNMSE (relative squared error) of whole reductions and gathers is checked by two rules.  Errors of single hops
     are not checked.
 
-    Rule 1: after the first measured step, a vNMSE is at most :func:`growth` times the vNMSE of the first measured step,
-    where a first vNMSE below :data:`BF16_VNMSE` is raised to :data:`BF16_VNMSE`.  With a schedule, only steps with the
-    same policy are compared.  Rule 1 is not applied where a correct engine's error may grow more:
+    Rule 1: a later vNMSE is at most :func:`growth` times the vNMSE of the first measured step.  If this first vNMSE is
+    below :data:`BF16_VNMSE`, :data:`BF16_VNMSE` is used in its place.  With a schedule, only steps with the same policy
+    are compared.  Rule 1 is not applied where a correct engine's error may grow more:
 
     - gradients with error feedback or a user's own reduction;
     - weights with a user's own gather;
@@ -394,10 +395,10 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
       any step.
 
     Rule 2: the error of hpZ's secondary copy comes from the weights that were copied, and from rounding the copy.  By
-    the triangle inequality, the square root of its vNMSE is at most the square root of the copied weights' vNMSE plus
-    the square root of the rounding's vNMSE.  Equality occurs if both errors point in the same direction, as in the
-    almost equal weights of a LayerNorm.  Rule 2 is not applied with ``planes`` other than 1, because the copy is then
-    quantised along columns, but the weights of forward passes along rows.
+    the triangle inequality, ``sqrt(C) <= sqrt(W) + sqrt(R)``.  C is the vNMSE of the copy, W the vNMSE of the copied
+    weights, and R the vNMSE that rounding alone causes.  Equality occurs if both errors point in the same direction,
+    as in the almost equal weights of a LayerNorm.  Rule 2 is not applied with ``planes`` other than 1, because the copy
+    is then quantised along columns, but the weights of forward passes along rows.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -457,8 +458,9 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 def outcomes_differ(policy: Policy) -> bool:
     """Return whether two reductions of the same gradients may give different means.
 
-    They may with error feedback, stochastic rounding or a user's own reduction.  If so, the harness also measures the
-    error of the mean over :data:`REPEATED` reductions.
+    They may differ if the policy has error feedback, a stochastic codec for gradients, or a user's own reduction.  In
+    the last measured step, the harness then also reduces the same gradients :data:`REPEATED` times, and measures the
+    error of the average result.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     if policy.own_reduce is not None:

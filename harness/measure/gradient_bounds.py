@@ -90,9 +90,10 @@ class Layout:
 def relative_bound(codec: Codec) -> float:
     """Return an upper bound of a codec's relative error: an element's error over the largest magnitude in its block.
 
-    Some codecs round a block's scale up to one of a few values, at most eight for each factor of two.  Their relative
-    error is largest if the block's largest magnitude is slightly too large for one scale and so gets the next.  This
-    function therefore computes the error bound for eight such magnitudes, and returns the largest ratio.
+    Some codecs have only a few scales, at most eight between a number and its double.  A block gets the smallest of
+    these scales that suffices for its largest magnitude.  The relative error is largest if this magnitude is slightly
+    too large for one scale, because the block then gets the next larger scale.  This function computes the error bound
+    for eight such magnitudes, from just above 1 to just above 1.875, and returns the largest ratio.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -103,7 +104,8 @@ def layouts_of(
 ) -> list[Layout]:
     """Return a layout for each trained unit, or for each parameter group of FSDP2 that has trained parameters.
 
-    A unit or group is left out if a codec or a user's own reduction that is used for it promises no error bound.
+    A unit or group is left out if its reduction has no error bound, because a codec of the reduction, or a user's own
+    reduction, promises none.
 
     Args:
         units: All units or parameter groups; frozen ones are left out.
@@ -161,8 +163,9 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 def composed(codecs: Sequence[Codec]) -> float:
     """Return the relative error bound of a reduction whose hops use ``codecs``, one after the other.
 
-    Each element of the mean gradient is wrong by at most the returned factor times ``m``.  ``m`` is the mean over ranks
-    of the largest magnitude of the rank's gradient near the element, in a run of consecutive elements (a window).
+    Each element of the mean gradient is wrong by at most the returned factor times ``m``.  To compute ``m``, take the
+    run of consecutive elements (the window) in which the element lies, find the largest magnitude of each rank's
+    gradient in this window, and average these magnitudes over ranks.
     """
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
@@ -215,8 +218,8 @@ class FirstGradient:
     def average(self) -> None:
         """Average the added gradients over all ranks or, with local steps, over this rank's state group.
 
-        With local steps, each state group of ``ranks`` ranks trains apart from the other groups.  If ``ranks`` is 0,
-        there are no such groups.  All ranks must call this.
+        With local steps, ranks form state groups, which train apart from each other.  The field ``ranks`` is the number
+        of ranks in a state group, or 0 without local steps.  All ranks must call this.
         """
         for _, means in self._drawn.values():
             if self.ranks:

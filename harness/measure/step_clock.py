@@ -62,11 +62,11 @@ class StepClock:
     measures the time between steps.
 
     Args:
-        mark_exposed: A function that is called at the beginning and end of each part, such as
-            :meth:`impl.comm.wire.Wire.mark_exposed`.  It marks the current moment, and returns a second function.  When
-            the step ends, this second function is called, and returns the seconds that the rank had waited for messages
-            before the marked moment.  If the waits are not known, as when DDP, FSDP2 or DeepSpeed sends the messages
-            itself, ``mark_exposed`` returns None.
+        mark_exposed: A function that marks the moment at which it is called, and returns a second function.  The second
+            function returns the seconds that the rank had waited for messages until the marked moment.  An example is
+            :meth:`impl.comm.wire.Wire.mark_exposed`.  The clock calls ``mark_exposed`` at the beginning and end of each
+            part, and the second functions at the end of the step.  ``mark_exposed`` returns None if the waits are not
+            known, as when DDP, FSDP2 or DeepSpeed sends the messages itself.
         device: Device on which the steps run.
     """
 

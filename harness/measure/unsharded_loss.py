@@ -80,7 +80,8 @@ def quantise(
 
     Args:
         model: The unsharded model, whose weights are the engine's fp32 master weights.
-        policy: The policy, whose codecs for weights are applied, and for hpZ's copy if forward passes gather it.
+        policy: The policy, whose codecs for weights are applied.  If forward passes gather hpZ's secondary copy of the
+            weights, the codec of this copy is applied too.
         units: Units or parameter groups of the model.  Each of their shards is encoded by itself.
         clock: Decides the random bits of stochastic codecs.
     """

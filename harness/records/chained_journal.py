@@ -52,8 +52,8 @@ def content_of(record: Record, left_out: AbstractSet[str] = _LEFT_OUT) -> str:
 
     Two kinds of fields are not hashed:
 
-    - Those in ``left_out``.  By default these are ``role``, ``answer`` and ``margin``, which follow from the suite's
-      question and change with it, and the record's own ``digest``.
+    - Those in ``left_out``.  By default these are ``digest``, ``role``, ``answer`` and ``margin``.  The last three
+      follow from the suite's question, and change with it.
     - Those that hold their default value, because a later version of the schema may have added them.
     """
     return digest_of(json.loads(record.model_dump_json(exclude=set(left_out), exclude_defaults=True)))
@@ -69,7 +69,9 @@ def _lines(path: Path) -> list[str]:
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a record, and then append its line to the journal; the line has hashes of the record and of the last line.
+    """Write a record, and then append its line to the journal.
+
+    The line has the hash of the record's content, and the hash of the line before it.
 
     Returns:
         The record as written: its ``entry`` is the number of its line.
@@ -85,9 +87,10 @@ def append(results: Path, record: Record) -> Record:
 
 
 def complete(results: Path) -> None:
-    """Add the line that the journal lacks if a run was killed after it wrote a record and before it wrote the line.
+    """Add the line of the last record to the journal, if an earlier run ended before it wrote this line.
 
-    If no line is missing, the journal stays as it is.
+    A run writes a record first, and then its line.  The journal stays as it is if no line is missing, or if more than
+    this one line is missing or wrong.
 
     Raises:
         RecordError: If the journal cannot be read or written.
@@ -101,9 +104,9 @@ def complete(results: Path) -> None:
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
     """Return the record whose line the journal lacks because a run was killed before it wrote the line.
 
-    Returns None if no line is missing.  A killed run leaves at most one record without a line, and this line would be
-    the next line of the journal.  If the lines of several records are missing, or the journal is not intact, somebody
-    has shortened or edited the journal, and None is returned too.
+    A killed run leaves at most one record without a line, and this line would be the next line of the journal.  Returns
+    None if no line is missing.  Returns None too if another or more than one line is missing, or if the journal is not
+    intact, because somebody has then shortened or edited the journal.
 
     Args:
         lines: The lines of the journal.

@@ -10,8 +10,8 @@ new occasion begins when the machine is booted, and after a pause of more than a
 
 - If all values are from one occasion, the interval is computed from them, and is valid for this occasion only.
 - If they are from several occasions, the mean or median of each occasion counts as one value.  An interval of a median
-  then needs :data:`FEWEST` occasions, because the true median lies outside the range of five values in more than 5 % of
-  samples.
+  then needs :data:`FEWEST` (six) occasions.  Five are too few, because the true median lies outside the range of five
+  values in more than 5 % of samples.
 
 With too few values or occasions, the ends of the interval are NaN, and :attr:`Interval.why_none` gives the reason.
 """
@@ -75,7 +75,10 @@ class Interval:
 
     @property
     def within_start(self) -> bool:
-        """Whether the interval is valid for one occasion only, that of all its values; False without an interval."""
+        """Whether all values are of one occasion, so that the interval is valid for this occasion only.
+
+        False if there is no interval.
+        """
         return self.known and self.occasions == 1
 
     @property
@@ -180,10 +183,11 @@ def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]])
 def median_interval(values: Sequence[float], occasions: Sequence[int] | None = None) -> Interval:
     """Return the median of all values, with its 95 % confidence interval.
 
-    The interval is computed from the sorted values.  Each end lies between two neighbouring values, so that the
-    interval covers the median with a probability of 95 % (the interpolation of Hettmansperger and Sheather, 1986).  If
-    the values are of several occasions, the interval is computed from the medians of the occasions instead of the
-    values.  With fewer than :data:`FEWEST` values, or fewer than :data:`FEWEST` medians, the ends are NaN.
+    The interval is computed from the sorted values.  Each end is interpolated between two neighbouring values
+    (Hettmansperger and Sheather, 1986), and the interval covers the true median with a probability of 95 %.
+
+    If the values are of several occasions, the median of each occasion counts as one value for the interval.  With
+    fewer than :data:`FEWEST` values, or fewer than :data:`FEWEST` such medians, the ends are NaN.
 
     Args:
         values: At least one value.
@@ -356,8 +360,8 @@ def undecided(
     """Return the parts of [0, 1] in which a straight line between two means may cross zero (Fieller's confidence set).
 
     The line goes from the mean of ``left`` at x = 0 to the mean of ``right`` at x = 1.  A point x belongs to the set if
-    the line's height at x does not differ significantly from zero: by no more than Student's t times the standard error
-    of the height.
+    the line's height at x does not differ significantly from zero.  This is the case if the height's magnitude is at
+    most Student's t times the standard error of the height.
 
     Args:
         left: Values at x = 0, by key.

@@ -90,9 +90,9 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 def interface_mismatch(record: Record) -> str | None:
     """Return a sentence on the first node whose network interface sent more or fewer bytes than its ranks explain.
 
-    The ranks' ledgers and the packet headers explain bytes, within the tolerance of :func:`counter_mismatch`.  Returns
-    None if there is no such node.  A node is not compared if its interface was not counted, or if one of its ranks has
-    no ledger.
+    The interface should have sent the bytes that the ledgers of the node's ranks have for other nodes, and the headers
+    of its packets; :func:`counter_mismatch` has the tolerance.  Returns None if there is no such node.  A node is not
+    compared if its interface was not counted, or if one of its ranks has no ledger.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"

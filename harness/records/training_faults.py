@@ -253,9 +253,10 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
     """Yield a sentence for each step whose recorded seconds differ from those of a second clock.
 
-    Also yields a sentence if work of the steps may have been done while their clock was stopped, so that it was not
-    timed.  This is suspected if the rank ran or slept for too long between its timed steps, or if it slept for too long
-    in the harness's own checks, which have nothing to wait for.
+    Also yields a sentence if work of the steps may have been done outside of the timed steps.  There are two signs:
+
+    - The rank ran or slept for too long between its timed steps.
+    - The rank slept for too long in the harness's own checks, although these have nothing to wait for.
     """
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
@@ -328,9 +329,9 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 
     - Afterwards, the groups hold different masters.
     - The new masters do not follow from the trial's learning rate and momentum.  To check this, SGD's formula is solved
-      for the average change that the engine must have used, and the result is compared with the average of the changes
-      that the groups noted.  The check is left out if codecs alone may cause a relative error of :data:`_TELLS` or
-      more.
+      for its gradient: the average change with which the engine must have computed the new masters.  This average is
+      compared with the average of the changes that the groups noted.  The check is left out if codecs alone may cause
+      a relative error of :data:`_TELLS` or more.
 
     Changes are counted from the masters that were noted after the previous outer step, so that errors of codecs do not
     add up over outer steps.
@@ -466,12 +467,13 @@ def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -
     """Return the CPU seconds of a rank's median step, and their limit.
 
     The limit (:data:`_COMPUTED`) follows from the CPU seconds of the model without an engine, the bytes that the rank
-    sends and the number of micro-batches.  It is a fault if all ranks exceed their limits (:func:`slowed`).  The median
-    is over all steps but warm-up steps and step 0, which has costs that no later step has, such as imports and fresh
-    memory.
+    sends and the number of micro-batches.  It is a fault if all ranks exceed their limits (:func:`slowed`).
 
-    Returns None if this leaves fewer than :data:`_STEPS` steps, if the rank has no ledger of sent bytes, or if the
-    model was not timed without an engine.
+    Warm-up steps and step 0 are left out of the median.  Step 0 has costs that no later step has, such as imports and
+    fresh memory.
+
+    Returns None if fewer than :data:`_STEPS` steps remain, if the rank has no ledger of sent bytes, or if the model was
+    not timed without an engine.
 
     Args:
         own: The rank's record.

@@ -421,7 +421,7 @@ class Record(_Part):
     def settled(self) -> bool:
         """Whether another run should skip the trial: it has a result, or a failure that would happen again.
 
-        Failures whose kind is in :data:`PASSING` may not happen again.
+        Another run repeats a trial whose failure has a kind in :data:`PASSING`, because its cause may be gone by then.
         """
         return self.failure is None or self.failure.kind not in PASSING
 

@@ -4,8 +4,8 @@
 It also says why a trial cannot run, and distinguishes two kinds of reasons:
 
 - A *problem*, such as too few GPUs: the whole suite is refused (:func:`check_feasible`).
-- A *failure* of one trial: it would exceed the suite's memory limit, or DeepSpeed, with which it trains, cannot run it
-  here.  The trial is recorded as failed without being run, and the other trials run.
+- A *failure* of one trial: the trial would exceed the suite's memory limit, or is to train with DeepSpeed, which cannot
+  run it here.  The trial is recorded as failed without being run, and the other trials run.
 
 :func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of other code or other inputs.
 """
@@ -530,8 +530,8 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
     """Return an error message that says why a trial's units cannot be planned.
 
     ``error`` is the exception that the planning raised.  If the units need too much padding, the message also names the
-    setting that allows this padding.  Units are padded for the blocks of all policies in the suite; if this trial's
-    policy alone would be content with a smaller alignment, the message says so.
+    setting that allows this padding.  Units are padded to a multiple of the blocks of all policies in the suite.  If a
+    smaller multiple would be enough for this trial's policy alone, the message says so.
     """
     if not isinstance(error, PaddingError):
         return str(error)
@@ -549,8 +549,8 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
 def _local_ranks(trial: Trial) -> int:
     """Return the number of ranks on this machine.
 
-    These are all ranks of the trial or, if a launcher starts the nodes, the ranks of one node.  Strategy ``single`` has
-    one rank.
+    If a launcher starts the nodes, these are the ranks of one node; otherwise they are all ranks of the trial.
+    Strategy ``single`` has one rank.
     """
     if trial.strategy == "single":
         return 1

@@ -170,8 +170,8 @@ def _wide_trials(
 def narrow(halves: Sequence[float], within: float) -> bool:
     """Return whether a confidence interval is narrow now, and already was narrow :data:`BEYOND` or more repeats ago.
 
-    The second condition is necessary.  A sweep that stopped as soon as an interval is narrow would often stop at an
-    interval that is narrow by chance: only 92.6 % of its 95 % intervals would contain the true ratio.
+    The second condition is needed because an interval may be narrow by chance.  Without it, a sweep would stop at the
+    first narrow interval, and only 92.6 % of the intervals would contain the true ratio instead of 95 %.
 
     Args:
         halves: The interval's half width after each number of repeats, in order.
@@ -185,8 +185,8 @@ def _half_widths(base: _Timings, configuration: _Timings, done: range) -> list[f
     """Return the half width of a speed-up's confidence interval after each number of repeats.
 
     The speed-up is the seconds of the baseline over the seconds of the configuration.  A half width says how far the
-    upper end lies above the speed-up, as a share of the speed-up.  The first entry is for the first FEWEST repeats, the
-    next for one repeat more, and the last for all repeats in ``done``.
+    upper end lies above the speed-up, as a share of the speed-up.  The first entry of the result is computed from the
+    first FEWEST repeats, the next entry from one repeat more, and the last entry from all repeats in ``done``.
 
     Args:
         base: Timings of the baseline by (seed, repeat).

@@ -145,9 +145,9 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
     """Merge the gradient errors of all ranks into one check for each step and unit.
 
-    A check has the number of elements that all ranks compared, and the largest :attr:`GradientError.share` of any rank:
-    the difference between the reduced gradient and a single process's, divided by the difference that is allowed.  The
-    share should be at most 1.
+    A check has the number of elements that all ranks together compared, and the largest :attr:`GradientError.share` of
+    any rank.  A share is a difference divided by the allowed difference, and should be at most 1.  The difference is
+    that between an element of the reduced gradient and the same element of a single process's gradient.
     """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:

@@ -128,9 +128,10 @@ def per_node_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
-    If timed steps send different numbers of bytes, the result is their mean.  With a bit budget, which chooses codecs
-    during training, the result is an upper bound: it holds for any choice, and in every step it counts the messages by
-    which ranks choose codecs.
+    If timed steps send different numbers of bytes, the result is their mean.
+
+    A bit budget chooses codecs during training.  With a bit budget, the result is an upper bound, which holds whatever
+    codecs are chosen.  It assumes that in every step, ranks send the messages by which they choose codecs.
 
     Args:
         policy: The trial's policy.
@@ -162,9 +163,10 @@ def per_node_bytes(
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
-        """Predict the bytes that a rank sends in one step.
+        """Predict the bytes that a rank sends in one step, or in all timed steps.
 
-        For judges, and with a user's own gather, all timed steps together take the place of the step.
+        For judges, and for training with a user's own gather, the result is the sum over all timed steps, and "the
+        step" below means all of them.
 
         Args:
             rank: Number of the rank.
@@ -220,8 +222,11 @@ def _step(
 ) -> dict[_Key, int]:
     """Return the bytes of a step with any number of micro-batches, from the bytes of steps with one and with two.
 
-    Each micro-batch after the second is assumed to send as much as the second.  In workloads ``generate`` and ``rlhf``,
-    generated tokens take the place of micro-batches.  Byte counts are cumulative, and keyed by kind of message.
+    Each micro-batch after the second is assumed to send as much as the second.  For example, if 10 bytes were sent
+    before the step, 30 until the end of a step with one micro-batch, and 45 until the end of a step with two, a step
+    with four micro-batches sends 20 + 3 * 15 = 65 bytes.  The dicts have such counts for each kind of message.
+
+    In workloads ``generate`` and ``rlhf``, generated tokens take the place of micro-batches.
 
     Args:
         none: Bytes sent before the step.
@@ -257,8 +262,8 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
     """Sort a trial's timed steps into kinds that send the same bytes, so that one step of each kind can be predicted.
 
-    The bytes of a step may depend on the passes before it.  The result therefore also has the passes that lead to the
-    state in which a step of the kind begins.
+    The bytes of a step may depend on earlier steps.  The result therefore also has, for each kind, the passes that must
+    be run first, so that a step of this kind can follow.
 
     - With local steps, :func:`_local_beginnings` gives the kinds.
     - With a schedule, steps with different policies are of different kinds.

@@ -21,7 +21,9 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Prints the progress of a sweep.  Use it as a context manager: it shows the live line until it is left.
+    """Prints the progress of a sweep.
+
+    Use a display as a context manager.  The live line is shown until the body of ``with`` ends.
 
     Args:
         console: Where to print.

@@ -141,9 +141,14 @@ def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
     suite file, and not from another process.
 
     The function gets the command's argument and its :class:`~harness.cluster.rank_processes.Launch`, and returns the
-    argument to use.  If the argument is an :class:`Assignment`, its trial is replaced by the trial of ``suite`` with
-    the same id, and its folder by this node's folder.  Any other argument is returned unchanged.  The function raises a
-    Refusal if ``suite`` has no trial with this id, or no trial that uses the command's transport.
+    argument to use:
+
+    - If the argument is an :class:`Assignment`, its trial is replaced by the same trial of ``suite``; the number of
+      the repeat stays.  Its folder is replaced by this node's folder.
+    - Any other argument is returned unchanged.
+
+    The function raises a Refusal if ``suite`` does not have this trial, or has no trial that uses the command's
+    transport.
 
     Args:
         suite: The suite as this node has read it from its own file.
@@ -353,9 +358,9 @@ class TrialRun:
 
         Args:
             before: The time of each kind until the first timed step began.
-            laps: Seconds from the beginning of the first timed step to the end of the last by the witness clock, with
-                the validations in between.
-            passed: The same span of time by ``time.monotonic()``, in seconds.
+            laps: Seconds from the beginning of the first timed step to the end of the last, measured by the witness
+                clock.  Validations in between are included.
+            passed: The same span of time, measured by ``time.monotonic()``, in seconds.
         """
         checked, witness = self.checked, self.witness
         checked.steps, checked.laps, checked.passed = witness.steps, laps, passed

@@ -439,9 +439,9 @@ class Comparison:
         """Build an unsharded model from the engine's masters (fp32 weights).
 
         Returns:
-            (model, gathered).  With a user's own gather, ``gathered`` has the weights that this gather returns for the
-            masters, with which the model is to compute; the engine's next passes gather the same weights.  Without
-            one, it is None.
+            (model, gathered).  ``gathered`` is None without a user's own gather.  With such a gather, the model has
+            the masters, but must compute with the weights in ``gathered``: those that the user's gather returns now.
+            The engine's next passes gather the same weights.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
@@ -486,10 +486,10 @@ class Comparison:
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: The unit that is checked if ``step`` is the drawn step, the one step that seed and repeat choose for a
-                check; None in other steps.  With a unit, the returned gradient also keeps this rank's own gradient of
-                the unit, as ``latest``.  The loss with fp32 weights is then not computed; the field ``reference`` of
-                the losses equals ``expected`` instead.
+            unit: The unit to check in the drawn step (the one step that seed and repeat choose for a check); None in
+                other steps.  With a unit, the result differs in two ways.  The gradient also keeps this rank's own
+                gradient of the unit, as ``latest``.  The loss with fp32 weights, ``reference``, is not computed, and
+                has the value of ``expected`` instead.
             gathered: The weights that a user's own gather returned for forward and backward passes; None without one.
 
         Returns:
@@ -586,8 +586,9 @@ class Comparison:
             layouts: How gradients are sharded.
             data: Where batches come from.
             step: The step whose batches are used.
-            columns: By parameter name, the weights with which backward passes compute in place of the model's own.
-                Empty if ``policy.planes`` is 1 and the gather is not the user's own.
+            columns: The weights for backward passes, by parameter name.  If the dict is empty, backward passes compute
+                with the model's weights, as forward passes do.  It is not empty if ``policy.planes`` is not 1, or with
+                a user's own gather.
             policy: The policy of the step; None if another engine trains (a peer, such as DDP).
             unit: A unit whose gradient on this rank, of the last micro-batch, is kept as ``latest`` in the result; None
                 to keep none.
@@ -629,11 +630,13 @@ def compares_first(trial: Trial, drawn: int | None) -> bool:
     Most trials make this comparison only during training, in one step that is chosen at random from seed and repeat
     (the *drawn* step).  A trial makes the comparison before training if one of these is true:
 
-    - it is the first repeat;
-    - a peer such as DDP trains the model, FSDP2 or DDP runs the policy, or no step is drawn;
-    - the policy of the drawn step has differences, error feedback, a bit budget or a loss scale, with which the drawn
-      step's loss or gradients are not always compared;
-    - it has no warm-up steps, so that otherwise the first passes of the process would be timed.
+    - The trial is the first repeat.
+    - No step is drawn.
+    - Another engine trains the model (a peer, such as DDP), or our policy runs inside FSDP2 or DDP.
+    - The policy of the drawn step has differences, error feedback, a bit budget or a loss scale.  With these, the loss
+      or the gradients of the drawn step are not always compared.
+    - The trial has no warm-up steps.  The comparison then makes the first passes of the process, which are slow and
+      would otherwise be timed.
 
     Args:
         trial: The trial.
@@ -706,10 +709,10 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
 def _rehearsal(
     strategy: Strategy, unit: str | None = None
 ) -> Iterator[communication_error.ReductionObserver]:
-    """Make passes inside the context send the messages of a training step, but have no effect on later training.
+    """Context for passes that send the same messages as a training step, but have no effect on later training.
 
-    When the context ends, gradients and gathered weights are dropped, and buffers, random states and the state of
-    codecs are restored.
+    When the context ends, gradients and gathered weights are dropped.  Buffers, random states and the state of codecs
+    are restored.
 
     Yields:
         An observer of the reductions of the unit named ``unit``, or of all units if ``unit`` is None.

@@ -78,7 +78,8 @@ def run_sweep(
         console: Where progress is printed.
         nodes: The nodes that a launcher started; None if all ranks run on this machine.
         retry_failed: Whether to run trials again that failed in an earlier run.
-        total: Number of trials that are known in advance, with and without a record, for the progress display.
+        total: Number of trials that are known in advance, including those that have a record.  Only the progress
+            display uses it.
         on: The machine for which the duration of steps is predicted and recorded; None for no prediction.
 
     Returns:
@@ -255,10 +256,14 @@ class _Sweep:
         return stops
 
     def _response(self, record: Record) -> FailureResponse:
-        """Return how often the suite lets this trial be retried, and whether the sweep stops if it still fails.
+        """Return how often a trial with this record is retried, and whether the sweep stops if the trial still fails.
 
-        There are no retries, and the sweep goes on, if the trial did not fail, or if its failure is itself an answer
-        (:attr:`Record.answers`), such as a model that exceeds the suite's memory limit.
+        The suite's ``on_failure`` decides this for each kind of failure.  In these cases the trial is not retried, and
+        the sweep goes on:
+
+        - the trial did not fail;
+        - its failure is itself an answer (:attr:`Record.answers`), such as a model that exceeds the memory limit;
+        - ``on_failure`` does not name this kind of failure.
         """
         failure = None if record.answers else record.failure
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)

@@ -24,17 +24,18 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
     Args:
         trial: The trial.
         units: The units of the model (sets of parameters that are gathered together), either planned or read from the
-            trial's record.  Units from a record lack their parameters, which Muon's work depends on.  With Muon they
-            are therefore planned again.
+            trial's record.  A record does not list the parameters of a unit, but Muon's work depends on them.  With
+            Muon, this function therefore plans units from a record again.
         parameters: Number of elements of the model.
 
     Returns:
-        The work.  None if the step's time is not modelled:
+        The work.  None in each of these cases, in which the step's time is not modelled:
 
-        - a peer such as DDP trains the model, or FSDP2 or DDP runs the policy;
+        - a peer such as DDP trains the model;
+        - FSDP2 or DDP runs the policy;
         - the workload is not ``train``;
         - a class of the user's own gathers weights or reduces gradients;
-        - the optimizer is Muon, the units lack their parameters, and the model is the user's own.
+        - the units must be planned again for Muon, but the model is a user's function, which is not built here.
     """
     policy = trial.resolved_policy()
     own = policy is not None and (policy.phases[0].own_reduce is not None or policy.own_gather is not None)

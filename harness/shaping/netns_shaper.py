@@ -76,8 +76,8 @@ def shape(rate_mbit: float) -> Shape:
     - from 260 Mbit/s to 1 Gbit/s: 131 kB;
     - above 1 Gbit/s: what the rate sends in 1 ms.
 
-    A packet has at most half a burst.  ``tbf`` would cut packets that exceed the burst into packets of the MTU's size,
-    whose headers would take 5 % of the rate.
+    The largest packet (``segment``) is at most half a burst, so that every packet fits into a burst.  If a packet
+    exceeded the burst, ``tbf`` would cut it into packets of the MTU's size, whose headers would take 5 % of the rate.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
     segment = int(min(max(rate * 0.002, 2 * MTU), 65536))

@@ -1,7 +1,7 @@
 """Imitates a slow link in software: computes when a message would arrive over a link of a given rate.
 
-Our engine (:mod:`impl.comm.exchanges`) sends messages at full speed.  A rank that waits for an exchange then sleeps
-until the message that it sent would have arrived.
+Our engine (:mod:`impl.comm.exchanges`) sends messages at full speed.  A rank that later waits for an exchange sleeps
+until its own message would have arrived over the slow link.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def spoil(zero: Zero, control: str | None) -> None:
             - ``stale_secondary``: hpZ's secondary shards always hold the weights of their first all-gather;
             - ``late_secondary``: hpZ's secondary shards hold the weights of the step before;
             - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
-              of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3);
+              of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3).  With 2 nodes
+              of 2 ranks, ranks 1 and 2 end with each other's slice;
             - ``late_schedule``: every change of settings that the policy's schedule makes comes one step late.
 
             Any other value changes nothing.

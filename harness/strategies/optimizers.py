@@ -29,8 +29,9 @@ _STEP_MUON: Final = bare_step(torch.optim.Muon)  # calls no hooks
 def state_bytes_per_element(optimizer: Optimizer) -> int:
     """Return how many bytes of state an optimizer holds for each fp32 element that it updates.
 
-    The bytes are measured: the optimizer takes one step on a tensor of 64 elements.  The exception is Muon, for which
-    the result is always 8: two fp32 moments, which AdamW keeps for each element that Muon itself does not update.
+    To measure these bytes, the optimizer takes one step on a tensor of 64 elements.  With Muon nothing is measured, and
+    the result is that of the parameters that Muon leaves to AdamW: 8, since AdamW keeps two fp32 moments for each of
+    their elements.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
@@ -48,10 +49,11 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal if our engine, in which each rank holds only shards of the weights, cannot use an optimizer.
+    """Check that our engine can use an optimizer, and raise a Refusal if it cannot.
 
-    The engine can use Muon, and every optimizer that updates each element independently of other elements.  It refuses
-    other optimizers by itself, but only after the ranks have started; this check is earlier.
+    In our engine, each rank updates only its own shards of the weights.  The engine can use two kinds of optimizers:
+    Muon, and every optimizer that updates each element independently of other elements.  The engine itself refuses
+    other optimizers too, but only after the ranks have started.
     """
     if optimizer.orthogonalises:
         _check_muon(optimizer)

@@ -258,19 +258,20 @@ class Strategy:
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank has waited for messages so far.
 
-        On a GPU, these are the seconds that the rank's stream has waited.  Returns None if a library such as DDP sends
-        the messages itself.
+        If the stream of a GPU waits for messages, only the stream's waits that have ended are counted: synchronise the
+        device before this call to count all waits.  The stream's waits are timed only after the first call of this
+        method or of :meth:`mark_exposed`.  Returns None if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Mark the present moment, so that the seconds that this rank has waited up to now can be read later.
+        """Return a function that returns the :meth:`exposed_seconds` as they are at this call of ``mark_exposed()``.
 
-        On a GPU, reading them now would make the host wait.
+        Unlike :meth:`exposed_seconds`, this method does not need a synchronised device to count all waits.
 
         Returns:
-            A function that returns the :meth:`exposed_seconds` up to the mark.  On a GPU, call it only after the device
-            has done all work that was queued before the mark.  None if a library such as DDP sends the messages itself.
+            The function.  On a GPU, call it only after the device has done all work that was queued before
+            ``mark_exposed()``.  None if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
@@ -310,11 +311,10 @@ class Hosted(Strategy):
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Mark the present moment, so that the seconds that this rank has waited up to now can be read later.
+        """Return a function that returns the :meth:`exposed_seconds` as they are at this call of ``mark_exposed()``.
 
         Returns:
-            A function that returns the :meth:`exposed_seconds` up to the mark.  None if :meth:`exposed_seconds` returns
-            None.
+            The function.  None if :meth:`exposed_seconds` returns None.
         """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.mark_exposed()
@@ -428,10 +428,10 @@ class Sharded(Strategy):
         return optimizers.of_engine(setting, self.zero)
 
     def begin(self, *, last: bool) -> None:
-        """Begin a micro-batch, and decide whether its backward pass reduces gradients.
+        """Begin a micro-batch, whose backward pass reduces gradients if the policy says so.
 
-        The policy decides whether gradients are reduced in every micro-batch, or only in the last micro-batch of a
-        step.
+        Some policies reduce gradients in every micro-batch.  With all others, gradients are reduced only if ``last`` is
+        True, which says that this is the last micro-batch of its step.
         """
         if not self.reduces_each_micro_batch:
             self.zero.accumulate(on=not last)
@@ -460,9 +460,11 @@ class Sharded(Strategy):
     def forget_gradients(self) -> None:
         """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step.
 
-        This method also drops the quantisation errors that error feedback carries over, resets the state of users'
-        classes that reduce gradients or gather weights, and counts micro-batches from 0 again, which restarts the
-        random bits of stochastic rounding.
+        This method also
+
+        - drops the quantisation errors that error feedback carries over to the next step;
+        - constructs the objects of users' classes that reduce gradients or gather weights anew;
+        - counts micro-batches from 0 again, so that stochastic rounding repeats the random bits of the present step.
         """
         self.zero.model.zero_grad()
         for unit in self.zero.units:
@@ -539,23 +541,23 @@ class Sharded(Strategy):
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return the messages that a user's class says it will send to reduce each unit's gradients once.
+        """Return the messages that a user's class declares for reducing the gradients of each unit once.
 
         Returns:
-            A dict from the name of each unit that the class reduces to the messages.  The messages are None if the
-            class does not declare them.  Units that our own collectives reduce are not in the dict.
+            A dict whose keys are the names of the units that the class reduces.  Each value is the messages of one
+            reduction of the unit, or None if the class does not declare its messages.
         """
         topology = self.zero.wire.mesh.topology
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return functions that tell which messages a user's class says it will send to gather each unit once.
+        """Return, for each unit that a user's class gathers, a function that tells the messages of a gather.
 
         Returns:
-            A dict from the name of each unit that the class gathers to a function, which returns the messages of a
-            given gather.  The messages are None if the class does not declare them.  Units that our own collectives
-            gather are not in the dict.
+            A dict whose keys are the names of the units that the class gathers.  Each value is a function.  It takes
+            the description of a gather (``GatherInfo``), and returns the messages that the class declares for this
+            gather, or None if the class does not declare its messages.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}

@@ -247,9 +247,13 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _path_of(error: ErrorDetails, point: Point) -> str:
     """Return the dotted path of the value in ``point`` that caused an error of pydantic.
 
-    The error's own location may be longer: an error at ``policy.weights.0`` belongs to the path ``policy.weights``.  It
-    may also be shorter: an error at ``cluster`` belongs to the first path that begins with ``cluster``.  If no path
-    fits, the first path of ``point`` is returned.
+    pydantic gives the location of an error, which need not be a path of ``point``.  This function shortens the location
+    from its end until a path equals the location or lies inside it, and returns the first such path:
+
+    - The location ``policy.weights.0`` gives the path ``policy.weights``.
+    - The location ``cluster`` gives the first path that begins with ``cluster.``, such as ``cluster.nodes``.
+
+    If no path fits, the first path of ``point`` is returned.
     """
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
@@ -419,8 +423,12 @@ def _check_baselines(
     """Refuse ``repeats = "until ..."`` if some trials have no baseline.
 
     With ``until``, trials are repeated until their ratios to the baseline are known precisely enough, so that each
-    trial needs a baseline.  A trial and its baseline may differ only in seed and repeat, in strategy, policy and the
-    other fields of the configuration, and in the fields ``also``.
+    trial needs a baseline.  A trial and its baseline may differ only in these fields:
+
+    - ``seed`` and ``repeat``;
+    - the configuration, that is, strategy, policy and the other fields of
+      :data:`~harness.suites.repeat_order.CONFIGURATION`;
+    - the fields ``also``.
 
     Args:
         repeats: The suite's key ``repeats``.
@@ -464,8 +472,13 @@ def _roles(
         differ from their baseline in this suite (:func:`~harness.suites.repeat_order.compared_also`).
 
     Raises:
-        SuiteError: If the keys match no trial, match the same trial, or leave trials without something to compare with;
-            or if ``contrast`` is set without ``baseline``.
+        SuiteError: In these cases:
+
+            - ``contrast`` is set without ``baseline``;
+            - a key matches no trial, or names a value that no trial has;
+            - both keys match the same trial;
+            - a trial is left without another trial to compare it with;
+            - a setting has several baselines, and :func:`_check_nearest` refuses them.
     """
     if not file.baseline:
         if file.contrast:

@@ -65,10 +65,10 @@ def _parsed(value: object, units: Mapping[str, float], least: float, most: float
 
 
 def text_or_number(parse_text: Callable[[object], object]) -> BeforeValidator:
-    """Return a validator for a field that suites write as text with a unit, and records as a number.
+    """Return a pydantic validator for a field that is a text with a unit in a suite, and a number in a record.
 
-    From a suite, the validator passes the field's text to ``parse_text``, and returns the result.  From a record, which
-    is read with the validation context :data:`CANONICAL`, it returns the number unchanged.
+    When a suite is read, the validator passes the field's text to ``parse_text`` and returns the result.  When a record
+    is read, with the validation context :data:`CANONICAL`, the validator returns the number unchanged.
     """
 
     def read(value: object, info: ValidationInfo) -> object:

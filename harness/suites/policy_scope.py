@@ -22,9 +22,10 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
     inside FSDP2 or DDP, and they cannot do what the field asks for.
 
     Returns:
-        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is the
-        beginning of a sentence, such as "it would make another strategy of", which the caller ends with the name of the
-        strategy.  The dict is empty for peers and for a strategy of the user's own.
+        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is a
+        sentence without its last word, the name of the strategy, which the caller adds: for ``zero3``, the reason "it
+        would make another strategy of" becomes "it would make another strategy of zero3".  The dict is empty for peers
+        and for a strategy of the user's own.
     """
     try:
         base = trial.base_policy()

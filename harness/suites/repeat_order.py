@@ -135,8 +135,9 @@ def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
 
     Args:
         trial: The trial.
-        roles: Maps the id that a trial has with ``repeat`` = 0 to ``baseline`` or ``contrast``.  If it is empty, every
-            trial with strategy :data:`BASELINE` is a baseline.
+        roles: Maps ids to ``baseline`` or ``contrast``.  All repeats of a trial have the same role, which is found
+            under the id of the trial with ``repeat = 0``.  If ``roles`` is empty, every trial with strategy
+            :data:`BASELINE` is a baseline.
     """
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"
@@ -170,15 +171,18 @@ def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
     """Yield the trials of one repeat, in the order in which they run.
 
     Trials that are compared with each other (those that differ only in configuration) run one directly after the other.
-    From repeat to repeat their order is rotated, and in every second repeat it is reversed, so that slow drift of the
-    machine affects all configurations alike.
+    Their order changes from repeat to repeat, so that slow drift of the machine affects all configurations alike: every
+    second repeat has the order of the repeat before it, reversed, and after two repeats the order is rotated by one.
+    In the first setting, with the configurations a, b and c, repeats 0 to 3 run abc, cba, bca and acb.  The second
+    setting begins with bca instead of abc, and so on.  The order of settings is rotated by one in each repeat.
 
     Args:
         settings: The trials to repeat.  The yielded trials are copies of them, with their field ``repeat`` set.
         repeat: Number of the repeat.
     """
-    for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):
-        turned = _rotated(block, repeat + index)
+    groups = [*enumerate(comparable_groups(settings, "repeat"))]
+    for number, group in _rotated(groups, repeat):
+        turned = _rotated(group, repeat // 2 + number)
         for trial in turned if repeat % 2 == 0 else reversed(turned):
             yield trial.model_copy(update={"repeat": repeat})
 

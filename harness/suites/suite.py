@@ -112,8 +112,8 @@ class Suite(SuiteKeys):
     def sweep(self, number: int) -> tuple[Trial, ...]:
         """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."``, these are the trials that run whatever the results are.  Further repeats depend
-        on the results (:mod:`harness.runs.further_repeats`).
+        With ``repeats = "until ..."``, these are only the least number of repeats, which always run.  Whether further
+        repeats run depends on the results (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)

@@ -248,10 +248,11 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 
 
 def _key(each: Setting) -> tuple[Any, Any]:
-    """Return the type and the pydantic field with which a suite's value for one ``policy.*`` key is validated.
+    """Return the type and the pydantic field that validate a suite's value of one ``policy.*`` key.
 
-    The field's default, None for most keys, means that the suite leaves the strategy's value as it is.  A setting whose
-    value is an object in a policy, such as a codec or a user's class, is text in a suite.
+    If a suite does not set the key, the field has its default, which is None for most keys.  The strategy's value then
+    stays as it is.  Codecs, users' classes and other objects of a policy are written as text in a suite, so the type of
+    their keys is ``str``.  Keys that may have two codecs, such as ``weights``, also take a pair of texts.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:
@@ -302,7 +303,7 @@ class SpanChanges(_Varying):
     @field_validator("until")
     @classmethod
     def _ends(cls, value: int | str | None) -> int | str | None:
-        """Refuse a value that is neither a number of steps nor a share of the run, such as ``"50 %"``."""
+        """Check that the value is a number of steps, such as 20, or a share of the run, such as ``"50 %"``."""
         Span(until=value)
         return value
 
@@ -551,7 +552,8 @@ class Trial(_Frozen):
         - fields that were added after the first version and have their default, so that older trials keep their ids;
         - the names of hosts, and Slurm's options;
         - ``generate`` and ``rlhf`` with workloads that do not use them;
-        - policy fields with :attr:`impl.policy.setting.Setting.implied` whose value is that of the strategy's preset.
+        - a policy field that is set to the value that the strategy's preset has anyway.  Only fields with
+          :attr:`impl.policy.setting.Setting.implied` are left out for this reason.
         """
         data = self.used()
         parts = ("cluster", "optimizer", "policy", *(("peer",) if "peer" in data else ()))

@@ -246,10 +246,10 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 def _with_room(trial: Trial) -> Trial:
     """Raise the limit on the size of units if the model needs it, and return the changed trial.
 
-    A unit is a set of parameters that are gathered together.  The limit on its parameters is DeepSpeed's
-    ``stage3_max_live_parameters``.  DeepSpeed gathers even a module that has more parameters than the limit.  Our
-    engine divides such modules into smaller units.  If some cannot be divided, this function raises the limit to the
-    number of parameters of the largest one.
+    A unit is a set of parameters that are gathered together.  The limit on the number of its parameters is DeepSpeed's
+    ``stage3_max_live_parameters``.  If a module has more parameters than the limit, DeepSpeed gathers the module
+    nevertheless, and our engine divides it into smaller units.  If a unit still has more parameters than the limit,
+    because it cannot be divided further, this function raises the limit to the size of the largest such unit.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks

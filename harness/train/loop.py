@@ -143,7 +143,7 @@ class _Training:
         return done
 
     def _checked(self, folder: Path) -> Path:
-        """Return the path of the checkpoint to load, once it is known to fit this run's batches, model and optimizer.
+        """Check that the checkpoint to load fits this run's batches, model and optimizer, and return its path.
 
         The checkpoint is ``folder`` itself, or the newest checkpoint in ``folder``.  Loading it checks model and
         optimizer again, but only the errors of this method name the flags to change.

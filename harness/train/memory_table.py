@@ -59,8 +59,12 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
     """Predict the memory of a rank at each of ZeRO's stages 0 to 3.
 
     The policy's own stage is predicted with all options of the policy.  The other stages might not support some of
-    these options.  They are predicted without hpZ's secondary shard, without groups of ranks that share one copy of the
-    states, and with the defaults of ``reduce_every`` and of the limits on memory, but with any padding.
+    these options, so the other stages are predicted
+
+    - without hpZ's secondary shard;
+    - without groups of ranks that share one copy of the states (``group``);
+    - with the default of ``reduce_every``;
+    - with the default limits on memory, except that padding is not limited.
     """
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):

@@ -97,7 +97,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """When the phases of one step begin and end, and which module runs when, as the trace shows; in seconds."""
+    """Times in one traced step, in seconds: when its phases begin and end, and when each FSDP module computes."""
 
     backward: float  # first operation of the backward pass; infinite if there is none
     backward_end: float  # end of the last operation of autograd

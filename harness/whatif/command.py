@@ -201,13 +201,13 @@ def _rate(option: str, text: str) -> float:
 
 
 def _shared(machine: Machine | None, traced: Topology, target: Topology) -> float:
-    """Return by which factor computation takes longer than traced if another number of ranks shares the processors.
+    """Return the factor by which computation slows down because more ranks share the processors than when traced.
 
-    The factor is above 1 if more ranks share a processor than in the traced run, and below 1 if fewer do.  It is 1 if
-    ranks share no processors in either run.
+    A factor of 2 means that computation takes twice as long as in the trace.  The factor is below 1 if fewer ranks
+    share a processor than in the traced run.  It is 1 if ranks share no processors in either run.
 
     Args:
-        machine: The machine; None if no machine file was given, and then the factor is 1.
+        machine: The machine.  None if no machine file was given; the factor is then 1.
         traced: Nodes and ranks per node of the traced run.
         target: Nodes and ranks per node of the predicted run.
     """

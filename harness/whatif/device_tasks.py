@@ -192,12 +192,12 @@ class _Streams:
         return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
 
     def note_computing(self) -> None:
-        """Add the seconds of each kernel, with the time of its launch, to the computation of the :class:`RankStep`.
+        """Add the seconds of each computing kernel, and when it was launched, to the :class:`RankStep`.
 
-        Kernels of collectives are left out, since they do not compute.  The seconds of a kernel count from when all
-        earlier computing kernels have ended, so that they include idle time before the kernel, for example while the
-        host had not launched it yet.  If the kernel waited for a collective, its seconds count only from when the
-        kernel begins, so that the wait is left out.
+        Kernels of collectives do not compute, and are left out.  The seconds of every other kernel begin when all
+        earlier computing kernels have ended, and end with the kernel.  Idle time before a kernel is therefore counted
+        as computation, for example while the host had not launched the kernel yet.  If a kernel waited for a
+        collective, its seconds do not begin before the kernel itself, so that the wait is not counted.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):

@@ -101,7 +101,7 @@ def write(files: Mapping[int, Path], traced: Traced, prediction: Prediction) -> 
     The first step is written twice, because ``zeropp whatif`` leaves out the first step of a GPU's trace.
 
     Raises:
-        OSError: if a file cannot be written or exists already.  No file is written then.
+        OSError: if a file cannot be written or exists already.  In this case none of the files is written.
     """
     steps = [*schedules(traced, prediction.target)]
     steps = [steps[0], *steps]
@@ -240,9 +240,10 @@ class _Events:
     def _launch(place: int, start: float, activity: Activity, begin: float) -> float:
         """Return the time in seconds at which the host launches an activity of a predicted step.
 
-        - If the launch was predicted (``activity.launched``), this is the time, but no earlier than ``start``.
-        - Otherwise the launches of all activities are placed at the beginning of the step, 1 us apart.  No launch is
-          placed later than the beginning of its activity.
+        - If the launch was predicted, the result is the predicted time (``activity.launched``), or ``start`` if
+          ``start`` is later.
+        - Otherwise the launches of all activities are placed 1 us apart from ``start`` on.  The result is ``place``
+          microseconds after ``start``, or the beginning of the activity if the activity begins earlier.
 
         Args:
             place: Index of the activity in its step.

@@ -1,9 +1,10 @@
 """Joins the traces of all ranks, step by step, and replays a step: simulates when each rank computes, sends and waits.
 
-The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The time of a collective
-between nodes has two parts: time on the link, which is its bytes divided by the link's rate, and overhead, which is the
-rest.  Neither part includes the wait until the last rank begins the collective, or until an earlier collective has left
-the link.
+The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.
+
+A collective between nodes first waits until its last rank has begun it, and until earlier collectives have left the
+link.  The time after this wait has two parts: time on the link, which is the collective's bytes divided by the link's
+rate, and overhead, which is the rest.
 
 In a replay, the link between nodes carries one collective after the other, in the order in which all their ranks are
 ready.  Collectives inside nodes take as long as in the trace.
@@ -244,15 +245,15 @@ def _offsets(
 ) -> dict[int, float]:
     """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
-    A collective ends on all hosts at about the same time.  The difference between the clocks of two hosts is therefore
-    the median difference between the times at which collectives ended on them.
+    A collective ends on all hosts at about the same time.  If the traces of two hosts say that collectives ended 3 s
+    later on the second host (in the median), the second host's clock is therefore 3 s ahead.
 
     Ranks on one host share a clock.  There are two cases:
 
-    - The traces name several hosts.  Each host's clock is compared with the first rank's.
-    - All traces name the same host, or a trace names none.  Each rank's clock is compared as if the rank had a host of
-      its own.  If all differences are below 0.1 s, the ranks are taken to be on one host, and all results are 0.
-      Otherwise the ranks are taken to be on several hosts, and the differences are returned.
+    - The traces name several hosts.  Each host's clock is compared with the clock of the first rank's host.
+    - All traces name the same host, or a trace names none.  Each rank's clock is compared with the first rank's clock.
+      If all differences are below 0.1 s, the ranks are taken to be on one host, and all results are 0.  Otherwise the
+      ranks are taken to be on several hosts, and the differences are returned.
 
     Args:
         traces: The traces of all ranks.
@@ -272,9 +273,11 @@ def _aligned(
 ) -> dict[int, float]:
     """Return by how many seconds the clock of each rank is ahead of the first rank's, given each rank's host.
 
-    The seconds follow from the times at which the same collectives ended on two hosts.  Of the hosts of a collective,
-    only neighbours in the order of ranks are compared.  Any other host is compared with the first host through hosts in
-    between.  If no collectives connect a host with the first host, the result is 0.
+    The difference between two clocks is the median difference between the times at which the same collectives ended on
+    both hosts.  Only neighbours are compared directly: hosts that follow each other in a collective if its ranks are in
+    order.  For other hosts, differences are added: if collectives run on hosts A, B and C, the clock of C is ahead of
+    the clock of A by the difference from A to B plus the difference from B to C.  If no collectives connect a host with
+    the first rank's host, the result is 0.
 
     Args:
         hosts: Name of each rank's host; ranks of one host have the same clock.
@@ -303,8 +306,8 @@ def _aligned(
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
     """Join the traces of one step on all ranks: align their clocks, and match their collectives.
 
-    The collectives of the result are not complete: their field ``link`` is 0, and their field ``overhead`` holds the
-    times at which they ended on each rank.  :func:`_timed` then replaces both fields.
+    Two fields of the result's collectives do not have their final values yet: ``link`` is 0, and ``overhead`` holds the
+    time at which the collective ended on each rank.  :func:`_timed` replaces both.
 
     Args:
         ranks: The step on each rank.

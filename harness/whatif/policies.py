@@ -247,15 +247,17 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
 def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
     """Return one unit for each DDP bucket (the gradients of one all-reduce), in the order of the forward pass.
 
-    The seconds of a unit are those of the rank that computes longest.  Its forward seconds are divided among the units
-    in proportion to their elements.  The backward seconds of a unit are the computation between two all-reduces: from
-    the issue of the previous bucket's all-reduce, or the beginning of the backward pass, to the issue of the unit's
-    own.  Computation after the last issue counts for the bucket that was issued last.
+    All seconds are those of one rank, the rank that computes longest.  Its forward seconds are divided among the units
+    in proportion to their elements.  Its backward seconds are cut where it issues an all-reduce:
+
+    - The first bucket gets the computation from the beginning of the backward pass to the issue of its all-reduce.
+    - Each later bucket gets the computation from the issue of the previous all-reduce to the issue of its own.
+    - The bucket that is issued last also gets the computation after its issue.
 
     Args:
         step: The traced step.
         elements: Number of elements of each bucket, in the order of issue.
-        issued: When the first rank issued the all-reduce of each bucket, in seconds.
+        issued: When the rank with the lowest number issued the all-reduce of each bucket, in seconds.
     """
     number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
     marks, whole = rank.marks, sum(elements)
@@ -275,9 +277,9 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
     """Return when ``rank`` issued the all-reduce of each DDP bucket, in seconds.
 
-    ``issued`` says when the first rank issued the same all-reduces.  The function looks up the indices of these
-    all-reduces in the first rank's list of collectives.  All ranks issue the same collectives in the same order, so the
-    same indices in the list of ``rank`` are the same buckets.
+    ``issued`` says when the rank with the lowest number issued these all-reduces.  The function looks up their indices
+    in that rank's list of collectives.  All ranks issue the same collectives in the same order, so the all-reduces have
+    the same indices in the list of ``rank``.
     """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]

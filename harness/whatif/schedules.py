@@ -257,7 +257,7 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield all activities in their order, changed so that no two overlap on one track of codecs or links.
+    """Yield all activities in their order, some of them shortened: no two on a track of codecs or links may overlap.
 
     A track is a row of the trace, such as the link between nodes.  If two activities overlap, the one that ends later
     begins only when the other one ends, and so becomes shorter.  Activities on tracks of computation and of the host

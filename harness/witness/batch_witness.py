@@ -1,10 +1,10 @@
 """Recomputes which batches and validation samples a trial must read, to check what the ranks have read.
 
-Which samples belong to a batch is computed by code of this module, without the data set's own code for this:
-:meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` and ``draw``.  The samples themselves come from
-two places.  Sequences of a text are cut from the tokens here.  Masked text, images and users' examples are made by the
-data set's own method :meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of it would prove
-nothing.
+This module computes by itself which samples belong to a batch.  It does not call the data set's code that chooses them,
+which is :meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` and ``draw``.  The samples themselves
+come from two places.  Sequences of a text are cut from the tokens here.  Masked text, images and users' examples are
+made by the data set's own method :meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of this
+method would prove nothing.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ def shared_split(dataset: Dataset) -> str | None:
     The sentence is returned in two cases:
 
     - The training part and the validation part are the same object, or share memory.
-    - The data set is a text, its training part has at most 64 MiB, and all of four runs of tokens from the validation
-      part also occur in the training part.  A text that repeats itself is excepted, since such a match proves nothing
-      there: it counts as repeating itself if any of four runs of tokens from the training part occurs in it twice.
+    - The data set is a text, and each of four runs of tokens from the validation part also occurs in the training part.
+
+    There are two exceptions to the second case.  A training part of more than 64 MiB is not searched.  In a text that
+    repeats itself, a match proves nothing and does not count.  A text is taken to repeat itself if any of four runs of
+    tokens from its training part occurs there twice.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

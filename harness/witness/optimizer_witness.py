@@ -7,9 +7,9 @@ Each rank checks two sets of elements:
   If the optimizer never steps an element, or loses its moments, the fault is found when the element is drawn.
   Between two steps, nothing may change the elements that were drawn for the next step.
 
-With local steps (DiLoCo, ``policy.local_steps``), some steps of the optimizer are followed by an outer step, in which
-groups of ranks average their progress and which changes the weights too.  In such a step, a hook of the optimizer reads
-the weights after the optimizer's own step and before the outer step.
+With local steps (DiLoCo, ``policy.local_steps``), an outer step follows some steps of the optimizer.  In an outer step,
+groups of ranks average their progress, which changes the weights again.  Therefore a hook of the optimizer reads the
+weights between the optimizer's own step and the outer step.
 """
 
 from __future__ import annotations

@@ -152,13 +152,13 @@ class TrainingChecks:
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
-        """Check that the model read the batches of a step, and note two digests with which ranks check each other.
+        """Check that the model read the batches of a step, and note digests of this and of the next rank's batches.
 
-        The first digest is made from ``drawn``.  The second is made from the batches that the next rank must read,
-        which are recomputed from the seed.  After the trial,
-        :func:`~harness.records.training_faults.training_fault` compares this rank's second digest with the next rank's
-        first digest.  If one process reads the batches of all ranks, both digests are made from the batches of all
-        ranks.
+        The first digest is made from ``drawn``, which this rank has read.  The second digest is made from the batches
+        that the next rank must read, and that this method recomputes from the seed.  After the trial,
+        :func:`~harness.records.training_faults.training_fault` checks that this rank's second digest equals the next
+        rank's first digest.  If one process reads the batches of all ranks, both digests are made from the batches of
+        all ranks.
 
         Args:
             step: Number of the step.

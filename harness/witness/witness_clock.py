@@ -122,9 +122,10 @@ class WitnessClock:
 def _lap(begin: _Reading, end: _Reading) -> Spent:
     """Return the seconds between two readings, and for how many of them the thread ran, slept and waited for a CPU.
 
-    The seconds of sleep are a lower bound, since the values of one reading are read one after the other, and the thread
-    may lose its CPU in between.  They are the time in which the thread did not run, minus the longest wait for a CPU
-    that the values allow.  If the thread never gave up its CPU of its own accord, the seconds of sleep are 0.
+    A reading reads its counters one after the other, and the thread may lose its CPU in between.  Therefore the seconds
+    of waiting are an upper bound: the counter of waits after the second reading, minus this counter before the first.
+    The seconds of sleep are the time in which the thread neither ran nor waited, so they are a lower bound.  They are 0
+    if the thread never gave up its CPU of its own accord.  If waits are not counted, waiting and sleep are both 0.
     """
     seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
     if begin.stalled is None or end.stalled is None:

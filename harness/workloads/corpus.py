@@ -70,9 +70,10 @@ class Text(Dataset):
         self.length, self.masks = length, masks
 
     def count(self, part: NDArray[Any]) -> int:
-        """Return how many sequences ``part`` has: one starts at each token that at least T further tokens follow.
+        """Return how many sequences ``part`` has; ``part`` is ``train`` or ``validation``.
 
-        ``part`` is ``train`` or ``validation``.  A sequence takes T + 1 tokens, so that each of T inputs has a target.
+        A sequence takes T + 1 tokens, so that each of T inputs has a target.  Sequences may overlap: one sequence
+        starts at each token except the last T.  With T = 2, for example, a part of 5 tokens has 3 sequences.
         """
         return len(part) - self.length
 

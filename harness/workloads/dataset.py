@@ -52,8 +52,8 @@ class Dataset(ABC):
         """Return the validation batches of a rank, each as inputs and targets.
 
         All ranks' batches together have ``batches * world * sequences`` samples, which are spread evenly over the
-        validation part.  In the order of the part, they go to the first batch of rank 0, the first batch of rank 1 and
-        so on, and then to the second batches in the same order of ranks.
+        validation part.  The first ``sequences`` samples are the first batch of rank 0, the next ones the first batch
+        of rank 1, and so on.  After the first batches of all ranks come their second batches, in the same order.
 
         Args:
             batches: Number of batches of the rank.

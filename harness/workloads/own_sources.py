@@ -76,12 +76,12 @@ class _Mentions:
 def files_of(
     modules: Iterable[str], texts: Sequence[str] = (), folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Find the files of a user's modules, of all modules that they import, and all files that their sources name.
+    """Find the files of a user's modules and of the modules they import, and the files that all their sources name.
 
     Args:
         modules: Dotted names of the modules.
         texts: Further texts that may name modules or files, such as a suite's ``model.arguments``.
-        folders: Folders in which a file that a source names is sought if the source's folder does not have it.
+        folders: Where to look for a named file if the folder of the source that names it does not have it.
 
     Returns:
         Two dicts.  The first has the file of each module; its keys are the modules' dotted names.  The second has all
@@ -406,8 +406,11 @@ def _targets(node: ast.AST) -> set[str]:
 def _joins(node: ast.AST) -> bool:
     """Return whether the assignment ``node`` may assign a path to a variable.
 
-    The result is True if the assigned value is not a function call, such as ``Path("a") / "b"``, or if it calls a
-    function that returns a path, such as ``join("a", "b")``.  It is False for other calls, such as ``read("a")``.
+    There are three cases:
+
+    - The assigned value is no function call, for example ``Path("a") / "b"``: True.
+    - It is a call of a function that may return a path, for example ``join("a", "b")``: True.
+    - It is another call, for example ``read("a")``: False.
     """
     return _called(getattr(node, "value", None)) in _JOINING
 

@@ -94,7 +94,7 @@ def judges_of(trial: Trial, actor: nn.Module) -> Judges:
     """Build the frozen models.
 
     The reference model is a copy of the actor, which must not have been trained yet.  The reward model is a GPT of the
-    same shape with random weights, whose head has one output.
+    same shape with random weights; its head has one output.
     """
     assert isinstance(actor, GPT)  # noqa: S101  # suites are checked
     shape = shape_of(trial.model)
@@ -132,10 +132,10 @@ def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
 
 
 def targets_of(sequences: Tensor, prompt: int) -> Tensor:
-    """Return the targets (B, T) int64 of all but the last token in (B, T + 1) sequences: the next token of each.
+    """Return the targets (B, T) int64 of the first T tokens of ``sequences`` (B, T + 1).
 
-    The first ``prompt`` tokens of a sequence are the prompt.  Where the next token belongs to the prompt, the target is
-    ``NO_TARGET``, so that the loss covers only generated tokens.
+    The target of a token is the next token of its sequence.  The first ``prompt`` tokens of a sequence are the prompt.
+    If the next token belongs to the prompt, the target is ``NO_TARGET``, so that the loss covers only generated tokens.
     """
     targets = sequences[:, 1:].clone()
     targets[:, : prompt - 1] = NO_TARGET

@@ -11,8 +11,8 @@ the optimizer and the training loop stay as they are::
     print(joined.ledger)
 
 [Note: streams of FSDP2]
-With NCCL, messages are waited for on a stream of the GPU.  FSDP2 chooses the current stream when it calls a collective,
-and how it waits for the result:
+With NCCL, a stream of the GPU waits for messages, and the CPU does not.  The table says which stream is current when
+FSDP2 calls a collective, and how FSDP2 waits for the result:
 
 ==============================  =========================  ==========================================================
 call                            current stream             how FSDP2 waits for the result
@@ -25,8 +25,8 @@ reduce-scatter                  FSDP2's reduce-scatter     it records an event a
 ==============================  =========================  ==========================================================
 
 - All-gather with ``async_op=False``, and reduce-scatter: encoding, all hops (exchanges) and decoding are enqueued on
-  the current stream.  The call returns None.  If it returned a ``Work``, FSDP2 would free the gathered buffer at
-  another time.
+  the current stream.  The call returns None.  It must not return a ``Work``, since that would change when FSDP2 frees
+  the gathered buffer.
 - All-gather with ``async_op=True``: encoding and the first hop are enqueued on the computation's stream, on which FSDP2
   also copies this rank's shard to the gathered buffer.  The later hops and decoding are enqueued on a side stream of
   the wire, so that they overlap with the computation.
@@ -36,7 +36,8 @@ ended.  The gathered buffer and the mean gradient belong to FSDP2, which keeps t
 passed.
 
 With gloo, and on GPUs with transport ``staged``, the CPU waits for messages and no stream does.  An all-gather then
-always returns a ``Work``, whatever ``async_op`` is, so that its messages are under way until FSDP2 needs the weights.
+always returns a ``Work``, even if ``async_op`` is False.  FSDP2 calls ``wait()`` of this ``Work`` when it needs the
+weights; until then the CPU can do other work while the messages are under way.
 """
 
 from __future__ import annotations

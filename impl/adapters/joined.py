@@ -1,9 +1,12 @@
 """Holds what the adapters of FSDP2 and DDP share.
 
 In this folder, a *host* is FSDP2 or DDP: it keeps its own engine and training loop but uses this project's collectives.
-The ledger counts the messages of these collectives.  It does not count what the host sends by itself.  DDP, for
-example, broadcasts the weights when it is created, the order of its buckets after the first step, and the model's
-buffers before forward passes.  ``broadcast_buffers=False`` turns the last of these off.
+The ledger counts the messages of these collectives.  It does not count what the host sends by itself.  For example, DDP
+itself broadcasts the following:
+
+- the weights, when the DDP model is created;
+- the order of its buckets, after the first step;
+- the model's buffers, before forward passes, unless ``broadcast_buffers`` is False.
 """
 
 from __future__ import annotations

@@ -43,10 +43,12 @@ class SavedMasters:
         units: the engine's units.
         rank: this rank.
         optimizers: the optimizers, which must hold masters of this engine.
-        copy: the prefix of the names in this rank's file in a run with local steps (DiLoCo).  In such a run each state
-            group (ranks that share one copy of all states) saves all elements.  The prefix is empty for the first group
-            and ``group1:`` for the second.  In a run without local steps, ``copy`` is None, names have no prefix, and
-            all ranks together save each element once.
+        copy: the prefix of the names in this rank's file, or None:
+
+            - With local steps (DiLoCo), each state group (ranks that share one copy of all states) saves all elements
+              under its own prefix.  The prefix is empty for the first group and ``group1:`` for the second.
+            - Without local steps, ``copy`` is None.  Names have no prefix, and all ranks together save each element
+              once.
 
     Raises:
         CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers hold
@@ -169,9 +171,9 @@ class SavedMasters:
             saved: the manifest's entries of the optimizers, which must have passed :meth:`check`.  They have the
                 options, and numbers such as Adam's ``step``.
             parts: the files, which have the states with a value for each element, such as Adam's ``exp_avg``.
-            copy: the prefix of the names under which the values were saved.  If the saved run had local steps, each
-                state group has saved its own values: ``group1:`` loads those of the second group, and an empty prefix
-                those of the first group.  Without local steps the prefix is empty.
+            copy: the prefix of the names under which the values were saved.  It is empty if the saved run had no local
+                steps.  If the run had local steps, each state group has saved its own values: the prefix of the first
+                group is empty, and that of the second group is ``group1:``.
         """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}

@@ -48,17 +48,17 @@ class Range(NamedTuple):
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield, for each parameter with elements in a rank's shard or a part of the shard, the range of these elements.
+    """Yield one range for each parameter that has elements in a rank's shard, or in the part ``span`` of the shard.
 
-    Padding belongs to no parameter, so no range contains it.
+    The range says which elements of the parameter these are.  Padding belongs to no parameter, so no range contains it.
 
     Args:
         geometry: the layout of the unit to which the shard belongs.
         rank: the rank that has the shard.
         span: elements (start, end) of the shard; by default the whole shard.  The ``place`` of a range counts from
             ``start``.
-        saved: whether to yield only the elements that ``rank`` saves.  Several state groups may hold copies of a shard,
-            and of all ranks with the same element only one saves it.
+        saved: whether to yield only the elements that ``rank`` saves.  Several state groups may hold copies of a shard.
+            Each element is then saved by only one of the ranks that hold it.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)

@@ -61,8 +61,9 @@ def together(
     Args:
         wire: the transport between the ranks.
         attempt: returns a result and a short report in JSON's types.
-        unlike: None if the reports of two ranks may differ.  Otherwise all reports must be equal, and the error for a
-            rank N whose report differs is the text ``rank N`` followed by ``unlike``.
+        unlike: None if the reports of two ranks may differ.  Otherwise all reports must be equal, and ``unlike`` is the
+            error's text: with ``"has another model"``, the error begins with ``rank 3 has another model`` if rank 3 is
+            the first rank whose report differs.
 
     Returns:
         This rank's result, and the reports of all ranks in the order of ranks.
@@ -189,10 +190,10 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns the settings that a run must share with a checkpoint to load its communication state, by name, as text.
+    """Returns a dict from the name to the text of each setting on which the communication state depends.
 
     The communication state is what messages depend on in addition to weights and gradients, such as the errors of error
-    feedback.  If any of these settings differs between the run and the checkpoint, :func:`load` drops the checkpoint's
+    feedback.  If any of these settings differs between a run and a checkpoint, :func:`load` drops the checkpoint's
     communication state, except the numbers of the step and the micro-batch.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology

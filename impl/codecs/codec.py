@@ -146,8 +146,8 @@ class _Scaled(_Framed):
     def grain(self) -> int:
         """The grain: a shard must have a multiple of this number of elements.
 
-        It is the number of elements in a block, since no block may span two shards.  If the block is the whole shard,
-        it is the number of elements that are rotated together, or 1 without a rotation.
+        No block may span two shards, so the grain is the number of elements in a block.  If the block is the whole
+        shard, the grain is the number of elements that are rotated together; without a rotation the grain is then 1.
         """
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
@@ -222,13 +222,15 @@ class IntCodec(_Scaled):
     """Quantises blocks of elements to integers of 2 to 8 bits, with an fp32 scale for each block.
 
     Codes without an offset have the scale ``absmax / largest code``, where absmax is the block's largest magnitude.
-    Values that were decoded with this scale get the same codes when they are quantised again, if the codec neither
-    rotates nor rounds stochastically.  If ``clipped`` is True, the scale is DeepSpeed's ``2 absmax / 2^bits``: steps
-    are smaller, but values near ``+absmax`` are cut off at the largest code.
+    With this scale, decoded values get the same codes when they are quantised again, unless the codec rotates or rounds
+    stochastically.  If ``clipped`` is True, the scale is DeepSpeed's ``2 absmax / 2^bits``: steps are smaller, but
+    values near ``+absmax`` are cut off at the largest code.
 
-    Raises CodecError: if ``bits`` is not 2 to 8, or if ``block`` or ``hadamard`` has an impossible size.  Also if
-    ``clipped`` is combined with ``asymmetric``, whose codes have no sign, or with ``stochastic``, since clipping would
-    change the mean.
+    Raises CodecError: in these cases:
+
+    - ``bits`` is not 2 to 8, or ``block`` or ``hadamard`` has an impossible size;
+    - ``clipped`` is combined with ``asymmetric``, whose codes have no sign;
+    - ``clipped`` is combined with ``stochastic``, whose mean (the exact value) clipping would change.
     """
 
     bits: int  # 2 to 8
@@ -258,10 +260,11 @@ class IntCodec(_Scaled):
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
+        """Returns an upper bound of |decoded - x| for every element x of a block of finite elements.
 
-        The bound holds for blocks whose values are finite and lie in [low, high] once the codec has rotated them.  x is
-        an element before this rotation, and decoding undoes the rotation.
+        If the codec does not rotate, the elements must be in [low, high].  If it rotates, their values after the
+        rotation must be in [low, high]; decoding undoes the rotation, so the bound is for elements without rotation.
+        ``out`` is the type to which elements are decoded.
         """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
@@ -315,10 +318,11 @@ class FloatCodec(_Scaled):
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
+        """Returns an upper bound of |decoded - x| for every element x of a block of finite elements.
 
-        The bound holds for blocks whose values are finite and lie in [low, high] once the codec has rotated them.  x is
-        an element before this rotation, and decoding undoes the rotation.
+        If the codec does not rotate, the elements must be in [low, high].  If it rotates, their values after the
+        rotation must be in [low, high]; decoding undoes the rotation, so the bound is for elements without rotation.
+        ``out`` is the type to which elements are decoded.
         """
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
@@ -402,10 +406,11 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes can be read here without a forbidden import of a user's module.
+        """Whether the codec's attributes can be read here.
 
-        This is False only inside the context :func:`impl.named_object.forbidden`, and only for a codec whose object is
-        imported from a user's module.
+        To read the attributes of a user's codec, the user's module must be imported.  Inside the context
+        :func:`impl.named_object.forbidden` this import is forbidden, and the value is False.  It is True if the import
+        is allowed, or if no import of a user's module is needed.
         """
         return self.instance is not None or self.name in _OURS or named_object.allowed()
 
@@ -565,8 +570,8 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns a number of elements; a shard whose size is a multiple of it can be encoded in each of ``codecs``.
+    """Returns the least common multiple of 32 and the grains of ``codecs``.
 
-    The result is the least common multiple of 32 and the codecs' grains.
+    If the number of elements of a shard is a multiple of the result, each of the codecs can encode the shard.
     """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

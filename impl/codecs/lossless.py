@@ -154,11 +154,11 @@ class _Bf16(_Lossless):
 
 
 class ZlibBf16(_Bf16, Zlib):
-    """Casts elements to bf16, and compresses byte k of all elements together, for each k, with zlib."""
+    """Casts elements to bf16, and compresses their byte planes (plane k has byte k of every element) with zlib."""
 
 
 class ZstdBf16(_Bf16, Zstd):
-    """Casts elements to bf16, and compresses byte k of all elements together, for each k, with zstd."""
+    """Casts elements to bf16, and compresses their byte planes (plane k has byte k of every element) with zstd."""
 
 
 def _rounding(low: float, high: float, dtype: Dtype) -> float:

@@ -75,9 +75,9 @@ class _Format:
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
     def error_bound(self, low: float, high: float, out: str) -> float:
-        """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
+        """Returns an upper bound of |decoded - x| for every element x of a block.
 
-        The bound holds for blocks whose values are finite and lie in [low, high].
+        The block's elements must be finite and in [low, high].  ``out`` is the type to which elements are decoded.
         """
         top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP[out]
@@ -119,9 +119,9 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 class _Table(_Format):
     """Base class of formats that encode an element, divided by its block's scale, as the nearest entry of a table.
 
-    The scale maps the block's largest magnitude to the table's largest entry.  A format with ``beside = 4`` stores it
-    in 4 bytes, as fp32.  A format with ``beside = 1`` stores it in one byte, as a power of two (E8M0).  :class:`NVFP4`
-    has other scales.
+    The scale maps the block's largest magnitude to the table's largest entry.  A format with ``beside = 4`` stores the
+    scale in 4 bytes, as fp32.  A format with ``beside = 1`` stores the scale in one byte, as a power of two (E8M0).
+    :class:`NVFP4` has other scales.
     """
 
     table: tuple[float, ...]  # the entries in ascending order; the code of the smallest is 0
@@ -129,8 +129,8 @@ class _Table(_Format):
     def nearest(self, quotients: Tensor) -> Tensor:
         """Returns the codes (n, size) uint8 of the table's entries that are nearest to ``quotients`` (n, size).
 
-        A code is the index of an entry in the table.  If two entries are equally near, the one whose index differs by
-        an even number from the index of 0.0 is chosen.
+        A code is the index of an entry in the table.  If two entries are equally near, the code is chosen that differs
+        from the code of 0.0 by an even number.  For example, if 0.0 has code 7, code 9 is chosen rather than code 8.
         """
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
@@ -344,7 +344,7 @@ class BF16SR(_Format):
     def _bound(self, low: float, high: float, top: float) -> float:
         """Returns an upper bound of |decoded - x| in fp32 for values of magnitude ``top`` or less.
 
-        The bound is a whole step of bf16 at ``top``, twice the largest error of rounding to nearest.
+        The bound is a whole step of bf16 at ``top``.  This is twice the largest error of rounding to nearest.
         """
         relative, absolute = HALF_ULP["bf16"]
         return 2 * (top * relative + absolute)

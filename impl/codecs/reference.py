@@ -439,7 +439,8 @@ def merged_rows(
 ) -> list[tuple[int, list[int]]]:
     """Merge the leading dimensions of ``tensors`` into as few dimensions as the strides allow.
 
-    All tensors have the same leading dimensions.
+    All tensors have the same leading dimensions.  For example, the leading dimensions of a contiguous fp32 tensor of
+    shape (2, 3, 8) are merged to a single dimension of 6 rows, which are 32 bytes apart.
 
     Returns:
         (size, steps) for each merged dimension.  ``steps`` has one number for each tensor: the distance in bytes from
@@ -606,9 +607,11 @@ def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
     """Returns the codes (...) uint8 of quotients ``v`` (...) fp32 in the codec's small float type, such as e4m3.
 
     A quotient is an element divided by its block's scale.  Its code has the sign, the exponent and the mantissa of the
-    small float to which the quotient is rounded.  Without ``shift``, this is the nearest small float.  For stochastic
-    rounding, ``shift`` (...) has a random number for each quotient.  The number is added before rounding, in units of
-    the distance between two neighbouring small floats of the quotient's exponent.
+    small float to which the quotient is rounded.  Without ``shift``, this is the nearest small float.
+
+    For stochastic rounding, ``shift`` (...) has a random number for each quotient.  The number is multiplied by the
+    distance between neighbouring small floats of the quotient's exponent, and added to the quotient.  The sum is then
+    rounded to nearest.  For example, small floats of e4m3 between 1 and 2 are 1/8 apart, so the number 0.4 adds 0.05.
     """
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)

@@ -39,8 +39,8 @@ class FrameGather:
         hops: the hops, in the order in which they are posted.
         write: a function that writes the message of each hop after the first.  It is called with the hop, the message
             (bytes,) uint8, and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.
-            It is not called for a second hop whose message is already written, because the first hop has received its
-            data directly into this message.
+            There is one exception: if the first hop has received its data directly into the second hop's message, this
+            message is complete, and the function is not called for the second hop.
         keep: a function that stores what a hop has received, for example as hpZ's copy of the weights.  It is called
             with the hop and the received bytes, before the next hop is posted.  It is called only if the hop's field
             ``keeps`` says that something is to be stored, and never for the last hop.
@@ -113,9 +113,12 @@ class FrameGather:
     def finish(self) -> Tensor:
         """Run all hops that are left, and return what the last hop has received.
 
-        The result, (ranks along the last hop's axis, bytes) uint8, has one row for each of these ranks.  A row contains
-        the frames of all ranks along the earlier axes; the rank along the first axis varies fastest.  The result is
-        valid until :meth:`close`.
+        The result is (ranks along the last hop's axis, bytes) uint8, with a row for each of these ranks.  It is valid
+        until :meth:`close`.
+
+        A row contains the frames of all ranks along the earlier axes; the rank along the first axis varies fastest.
+        For example, if the first hop is inside nodes and the second hop is between nodes, row i contains the frames of
+        all ranks of node i, in rank order.
         """
         while self.left:
             self.post_next_hop()
@@ -139,10 +142,11 @@ def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[in
     """Return a view of ``flat``, which has the shards of all ranks, with a dimension for each of ``axes``.
 
     The shards are in ``flat`` one after the other, each of ``shard`` elements.  The view has the shape (size of each of
-    ``axes``..., ``shard``): the first indices are those of a rank along the axes, and select its shard.
+    ``axes``..., ``shard``).  For two axes, ``view[i, j]`` is the shard of the rank with index i along the first axis,
+    and index j along the second axis.
 
-    ``strides`` has an entry for each axis: how many shards further in ``flat`` the next rank along this axis has its
-    shard.  By default it is ``axis.stride``.
+    ``strides`` has a number for each axis.  It is the distance in ``flat``, in shards, from the shard of a rank to the
+    shard of the next rank along this axis.  By default it is ``axis.stride``.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides
@@ -175,7 +179,8 @@ def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int,
     """Send a different tensor from rank ``source`` to each rank, and return the tensor for this rank, (numel,) fp32.
 
     On ``source``, ``parts`` has one tensor of at most ``numel`` elements for each rank; shorter tensors are padded with
-    zeros.  On the other ranks ``parts`` is None.  The messages are an all-to-all, and the other ranks send zeros.
+    zeros.  On the other ranks ``parts`` is None.  All ranks must call this: the function runs one all-to-all, in which
+    the other ranks send zeros.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)

@@ -47,9 +47,9 @@ class Errors:
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """Return the errors that hop number ``hop``, counted from 0, adds to the next gradient; None if it keeps none.
 
-        The gradient consists of pieces: each rank sums one piece.  The result has the errors of the elements
-        [start, end) of every piece that this rank sends in the hop.  It is a view of the kept errors, which the next
-        encoding overwrites.
+        The gradient consists of pieces: each rank sums one piece.  In the hop, this rank sends one or more pieces.  The
+        result has the errors of the elements [start, end) of each of these pieces.  The result is a view of the kept
+        errors, so the next encoding overwrites it.
         """
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)

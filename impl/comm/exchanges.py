@@ -61,9 +61,11 @@ class Exchange(Protocol):
     def wait(self) -> Tensor:
         """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank of the group.
 
-        A row has what its rank sends to this rank.  In an all-to-all this is a part of that rank's message, and
-        otherwise the whole message.  This rank's own message is included.  In a step of a ring there is a single row,
-        the message of the previous rank.  The result is valid until :meth:`close`.
+        - In an all-gather, row i is the whole message of rank i of the group.
+        - In an all-to-all, row i is the part of this message that is for this rank.
+        - In a step of a ring, there is only one row: the message of the previous rank.
+
+        In the first two cases, this rank's own message has a row too.  The result is valid until :meth:`close`.
         """
 
     def parts(self) -> Sequence[Tensor]:
@@ -236,9 +238,9 @@ class Route:
 class Buffers:
     """Keeps the buffers of finished messages for later messages, since new memory costs a page fault every 4 KiB.
 
-    If ``streams`` is True, several streams of a GPU may use the same buffer one after the other.  The stream that takes
-    a buffer then waits until the buffer's last use has ended.  Buffers also come in fewer sizes then, so that messages
-    of similar sizes can use the same buffer (:mod:`impl.plan.messages`).
+    If ``streams`` is True, several streams of a GPU may use the same buffer one after the other.  A stream that takes a
+    buffer then waits until the buffer's last use has ended.  The sizes of buffers are then also rounded up, so that
+    messages of similar sizes can use the same buffer (:mod:`impl.plan.messages`).
 
     If ``keep`` is False, no buffers are kept, and every message gets new memory.
     """
@@ -362,9 +364,9 @@ class Distributed:
     ``pacer`` delays the messages, to model a slow link between nodes; None does not delay them.  The memory of messages
     comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
 
-    ``in_line`` says on which stream NCCL runs an exchange that is posted inside :meth:`Wire.beside` or
-    :meth:`Wire.on_current_stream`: on the stream of this context if True, or on the group's own stream if False.
-    Outside of these contexts, ``in_line`` has no effect.
+    ``in_line`` has an effect only if the exchange is posted inside the context :meth:`Wire.beside` or
+    :meth:`Wire.on_current_stream`.  If it is True, NCCL then runs the exchange on the current stream.  If it is False,
+    NCCL runs the exchange on the group's own stream, as it does outside of these contexts.
     """
 
     def __init__(
@@ -426,9 +428,12 @@ class Distributed:
     def joins(self) -> tuple[Group, Arrival | None] | None:
         """The key by which exchanges are posted together in one call of NCCL; None if this one is posted by itself.
 
-        Exchanges with equal keys can be posted together.  The key is a pair: the group of ranks, and the end of the
-        stream's work that the exchange is part of (``in_line``).  The end is None if NCCL runs the exchange on the
-        group's own stream.
+        Exchanges with equal keys can be posted together.  The key is a pair (group, arrival).  The group is that of the
+        ranks that take part.  The arrival depends on the stream on which NCCL runs the exchange:
+
+        - On the current stream (``in_line``): the arrival marks the end of the work that the surrounding context
+          enqueues on this stream.
+        - On the group's own stream: the arrival is None.
         """
         route = self._route
         if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:

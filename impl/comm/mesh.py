@@ -188,9 +188,10 @@ class Mesh:
 
     @property
     def counting(self) -> str:
-        """Note for the end of an error message, which says that the message numbers ranks as this mesh does.
+        """Text for the end of an error message, which says that the message uses this mesh's numbers of ranks.
 
-        The note is empty for a mesh of all ranks, whose numbers are the global ranks.
+        An example is ``(ranks as counted in the mesh of global ranks 4, 5)``, after a space.  For a mesh of all ranks
+        the text is empty, since the mesh's numbers are the global ranks.
         """
         if self.members is None:
             return ""
@@ -268,10 +269,10 @@ class Mesh:
     ) -> dist.ProcessGroup:
         """Make the process group of ``ranks``, numbered as in the mesh; only these ranks call this.
 
-        ``dist.new_group(use_local_synchronization=True)`` does the same, but its name for the group contains the number
-        of groups that the calling rank is in.  Two ranks that are in different numbers of groups would use different
-        names, and wait for one another for ever.  Therefore torch's own helper is called, with a name made of the mesh
-        and of the number of groups that the rank has made in this mesh.
+        ``dist.new_group(use_local_synchronization=True)`` cannot be used.  It gives the group a name that contains the
+        number of groups that the calling rank is in.  Two ranks that are in different numbers of groups would use
+        different names, and wait for one another for ever.  Therefore this method calls the helper inside torch that
+        makes a group of a given name.  The name contains the mesh, and how many groups the rank has made in this mesh.
         """
         store = c10d._get_default_store()  # noqa: SLF001
         number = PrefixStore(self._prefix, store).add(f"zeropp/groups/{self.rank}", 1)
@@ -365,7 +366,7 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
     """Return (global ranks, topology) of a device mesh; the ranks are listed node by node.
 
     If ``topology`` is given, it is returned unchanged, and the ranks are listed in the order of ``device_mesh.mesh``.
-    The dimensions may then have any number and names, as long as all are data parallel.
+    The device mesh may then have any number of dimensions, of any names, as long as all are data parallel.
 
     Raises:
         MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.

@@ -96,8 +96,8 @@ def _watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
 def _place(thread: int) -> str:
     """Return the function that ``thread`` runs now, with file and line; ``?`` if the thread has ended.
 
-    Only the innermost frame is read: in Python 3.11, a frame that ends while another thread reads its callers may give
-    an object that is no frame.
+    The function's callers are not returned, since it is not safe to read them from another thread.  In Python 3.11, if
+    a frame ends meanwhile, its ``f_back`` may give an object that is no frame.
     """
     if (frame := sys._current_frames().get(thread)) is None:  # noqa: SLF001  # documented in spite of its name
         return "?"

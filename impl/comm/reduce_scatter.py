@@ -6,8 +6,9 @@ messages that it receives, its own included, and sums them in ascending order of
 sends it along axis 1, and so on.  After the last hop, each rank divides its sum by the number of ranks, to get the mean
 of its shard.  An alternative is :class:`Ring`, which sends partial sums along one ring of all ranks.
 
-If several groups of ranks hold copies of all shards (state groups), and gradients are averaged over all groups, a rank
-has the mean of only a part of its shard after these hops.  Further hops then all-gather the means of the other parts.
+There may be several *state groups*: groups of ranks, each of which holds a copy of all shards.  If gradients are
+averaged over all groups, these hops give a rank the mean of only a part of its shard.  Further hops then all-gather the
+means of the other parts.
 
 :meth:`Reduction.start` posts the first messages, each call of ``post_next_hop`` posts the next messages, and ``finish``
 returns the mean.  docs/design/engine.md says how to add another kind of reduction.
@@ -50,9 +51,9 @@ def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -
         policy: the policy for the gradient's unit.
         wire: sends the messages.
         tag: the phase, purpose and unit under which the ledger books the messages.
-        piece: number of elements of the gradient, divided by ``world``, the number of all ranks.  A rank sums one part
-            of the gradient of this size.  With local steps (DiLoCo), it sums all such parts of its shard.
-        grain: number of elements.  A piece may be sent in several chunks, each of which starts at a multiple of it.
+        piece: number of elements of a piece.  The gradient consists of one piece for each of the ``world`` ranks.  Each
+            rank sums one piece.  With local steps (DiLoCo), each rank sums all pieces of its shard instead.
+        grain: number of elements.  A piece may be sent in several chunks, which start at multiples of this number.
     """
     kind = Ring if policy.reduce == "ring" else Reduction
     hops = reduction_hops(policy, wire.mesh.topology, piece, grain)
@@ -66,10 +67,11 @@ class Reduction:
     A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are sent separately, so
     that hops of different chunks overlap.  :func:`impl.plan.hops.in_turns` says in which order chunks are posted.
 
-    Usually a piece is the rank's whole shard.  This is not so if several groups of ranks hold copies of all shards
-    (*state groups*), and gradients are averaged over all groups.  Each rank that has a copy of a shard then sums a
-    different piece of this shard, and these ranks all-gather the means of the pieces, without chunks.  A rank decodes
-    its own encoded piece too, instead of keeping the exact values, so that the copies of the shard stay bit-equal.
+    Usually a piece is the rank's whole shard.  This is not so with *state groups*: several groups of ranks, each of
+    which holds a copy of all shards.  If gradients are averaged over all groups, each rank that has a copy of a shard
+    sums a different piece of this shard.  These ranks then all-gather the means of the pieces, without chunks.  For its
+    own piece, a rank uses the decoded mean as the others do, and not its exact mean, so that the copies of the shard
+    stay bit-equal.
 
     ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
@@ -98,8 +100,8 @@ class Reduction:
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
         """Return the random bits with which this rank rounds its message for hop number ``hop``, counted from 0.
 
-        A piece is the part of the gradient that one rank sums.  The bits are for the elements of each piece from
-        element ``start`` on, where the message's chunk begins.
+        A piece is the part of the gradient that one rank sums.  If pieces are sent in chunks, the message has one chunk
+        of each piece, and ``start`` is the number of the chunk's first element in its piece.
 
         Returns None if ``key`` is None, or if the hop's codec does not round stochastically.
         """
@@ -113,16 +115,17 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of ``dtype`` may be written straight to the first hop's message.
 
-        Such a message has the gradient's elements unencoded, in their order in the unit.  All of these conditions must
-        hold:
+        Such a message has the gradient's elements unencoded, in their order in the unit.  A piece is the part of the
+        gradient that one rank sums.  All of these conditions must hold:
 
         - The reduction has a hop, and is not a ring.
         - The codec of the first hop would not change elements of ``dtype``, and would add no scales or padding.
-        - The part of the gradient that a rank sums (its piece) has the place of this rank's number in the unit, and is
-          not cut into chunks.
+        - The pieces are in the gradient in the order of the ranks that sum them.
+        - Pieces are not cut into chunks.
         - No hop keeps errors of error feedback.
-        - If there are several hops, the ranks of the first hop read each other's messages in shared memory.  The parts
-          for one rank are then in several places of the message: they can be read there, but not be sent as one.
+        - There is a single hop, or the ranks of the first hop read each other's messages in shared memory.  With
+          several hops, a rank receives several pieces from each message.  As these need not be next to each other in
+          the message, the rank can read them in shared memory, but they cannot be sent as one block.
         """
         plain = [
             hop.kind == "all_to_all" and hop.keeps == "nothing" and hop.stride == hop.axis.stride
@@ -217,9 +220,10 @@ class Reduction:
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return a list for each call of :meth:`_post_next`, with the messages that the call posts, as (hop, chunk).
+        """Return the messages that each call of :meth:`_post_next` posts: a list for each call.
 
-        Only messages of the hops that sum gradients are listed, not those of later hops, which gather means.
+        A list has (hop, chunk) for each message.  Only messages of the hops that sum gradients are listed, not those of
+        later hops, which gather means.
         """
         return in_turns(len(self._summing), len(self._chunks))
 
@@ -310,11 +314,11 @@ class Reduction:
         return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
-        """Return the parts that are for this rank, out of the gradients of all ranks of the first hop.
+        """Return a view of the pieces that this rank receives in the first hop.
 
-        Each of these ranks has written its whole gradient to its message in shared memory (:meth:`open_message`).  The
-        result is a view of the messages, (source, sizes of the later hops..., F) uint8.  F is the bytes of a piece, the
-        part of the gradient that one rank sums.
+        A piece is the part of the gradient that one rank sums.  Each rank along the first hop's axis has written its
+        whole gradient to its message in shared memory (:meth:`open_message`).  The result is a view of these messages,
+        (source, sizes of the later hops..., F) uint8, where F is the number of bytes of a piece.
         """
         frame = self.hops[0].nbytes // self.hops[0].frames
         assert isinstance(exchange, InMemory)  # noqa: S101  # collects() with several hops needs shared memory

@@ -43,9 +43,10 @@ class WireError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """Stands for one call of :meth:`Watchdog.mark_exposed` in the queue of waits that the device has not finished.
+    """A mark that :meth:`Watchdog.mark_exposed` puts into the queue of waits that the device has not finished.
 
-    The waits before it in the queue count towards the result of the call, and the waits after it do not.
+    The waits before the mark were queued before the call of ``mark_exposed()``, so they count towards its result.  The
+    waits after the mark do not.
     """
 
     # the exposed seconds before this moment; None until the device has finished all waits before it

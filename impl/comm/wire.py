@@ -97,8 +97,9 @@ class Wire:
         mesh: the ranks, in any form that :meth:`Mesh.of` accepts.
         transport: how messages are carried; ``shm`` is used inside nodes only.
         pacer: models a link between nodes that is slower than the machine's.
-        timeout: seconds that a rank waits for the other ranks' messages.  Then there is a :class:`WireError`: it is
-            raised if the host waits for messages, and passed to ``on_hang`` if a GPU's stream waits (NCCL).
+        timeout: seconds that a rank waits for the other ranks' messages.  After this time, if the host waits for
+            messages, a :class:`WireError` is raised.  If a GPU's stream waits for messages (NCCL), the error is passed
+            to ``on_hang`` instead.
         on_hang: a function that is called with the error, in a thread of its own.  By default it prints the error and
             ends the process with status 1.
 
@@ -199,9 +200,9 @@ class Wire:
     def calling(self, call: str) -> Iterator[None]:
         """Context for the body of a public ``call``, such as ``save()``, that all ranks must make.
 
-        If an exchange inside the context fails, the error names the call.  Ranks compare their exchanges by
-        fingerprints, of which the call becomes a part, so ranks in different calls are found to differ.  If contexts
-        are nested, only the outermost call counts.
+        If an exchange inside the context fails, the error names the call.  The call also becomes part of the
+        fingerprint by which ranks compare their exchanges.  Therefore ranks that have made different calls are found to
+        differ, even if their exchanges are alike.  If contexts are nested, only the outermost call counts.
         """
         log = self._watchdog.collective_log
         before = log.call
@@ -421,13 +422,13 @@ class Wire:
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether the caller can give memory for the messages along ``axis``, and free it right after the wait.
+        """Return whether the caller may give memory for messages along ``axis``, and free it right after the wait.
 
-        The memory is freed only when the transport has dropped its references to it.  The result is:
+        The memory is free only when the transport, too, has dropped its references to it.  The result is:
 
-        - gloo: True.  It drops its references when the wait for the messages ends, or some milliseconds later if its
-          own thread drops them.
-        - NCCL: False, since it may keep references for longer.
+        - gloo: True.  Gloo drops its references when the wait for the messages ends.  If gloo's own thread drops them,
+          this may happen some milliseconds later.
+        - NCCL: False, since NCCL may keep references for longer.
         - thread ranks, ``shm`` inside a node, and ``staged``: False, since messages are not received in the caller's
           memory.
         """

@@ -192,11 +192,11 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Call ``function`` of the C++ library on ``tensors``, with the other values from ``job``.
+    """Call ``function`` of the C++ library on ``tensors``, with a job that was prepared for tensors of these layouts.
 
-    ``job`` holds the bytes of a :class:`_Job`.  ``planes`` are the names of the job's fields for the tensors, in the
-    order of the tensors.  Each tensor must have the layout for which the job was prepared.  The addresses are written
-    to a copy of the job.
+    ``job`` has the bytes of a :class:`_Job`, the argument of the function.  Only the addresses of the tensors are
+    replaced, in a copy of the job: the address of ``tensors[i]`` is written to the field ``planes[i]``, such as
+    ``values``.
 
     Raises MemoryError: if the function cannot allocate its buffers.
     """

@@ -3,10 +3,12 @@
 :class:`Kernels` turns an operation on tensors into launches, and calls a function that runs them.  On a GPU this is
 :func:`impl.cuda.launch.on_device`.  Some tests run the same sources compiled for the host.
 
-A codec that does not quantise only casts elements to a type.  Elements that have this type already are encoded by one
-launch of ``copy_raw`` in ``raw.cu``, and encoded elements are summed by one launch of ``sum_raw``.  Other casts, and
-decoding without a sum, are left to the reference backend, which takes one launch of torch.  The reference backend also
-takes frames (encoded rows) that are not aligned to their elements.
+A codec that does not quantise only casts elements to a type.  For such codecs:
+
+* If elements have this type already, one launch of ``copy_raw`` in ``raw.cu`` encodes them.
+* One launch of ``sum_raw`` sums encoded elements.
+* The reference backend does all other casts, and all decoding without a sum, each with one launch of torch.  It also
+  takes frames (encoded rows) that are not aligned to their elements.
 
 A call is *plain* if its codec has integers of 4 or 8 bits and no rotation, and if it has no error feedback.  Plain
 kernels are compiled separately for each number of bits and type.  All other calls use *general* kernels, which read the
@@ -94,8 +96,8 @@ class _Call:
         tensors: tensors of equal leading dimensions, by the names of their fields in the argument.
         codecs: codecs, by the names of their fields in the argument.
         options: random bits and error feedback.
-        frames: (sources, ...), the encoded rows to sum, from each source (sending rank); None if nothing is summed.  If
-            given, ``tensors["frames"]`` must be those of the first source.
+        frames: (sources, ...), the encoded rows to sum; None if nothing is summed.  A source is a rank that has sent
+            rows.  If ``frames`` is given, ``tensors["frames"]`` must be ``frames[0]``, the rows of the first source.
 
     Raises:
         ValueError: if a row is too long, if there are more rows than a grid covers, or if the leading dimensions cannot
@@ -315,9 +317,9 @@ class Kernels(Operations):
         - The second codec's block has at most 4,096 elements, and is a multiple of 8 elements or the whole row
           (:func:`_holds`).
         - If errors are carried, the second codec does not rotate.
-        - If the first codec rotates groups of more than 8 elements, several threads hold each group.  These must be
-          neighbours among the threads that encode a block of the second codec.  They are neighbours if the block
-          consists of whole groups, is a power of two, or is the whole row.
+        - If the first codec rotates groups of more than 8 elements, a block of the second codec must consist of whole
+          groups, be the whole row, or have a number of elements that is a power of two.  Only then are the threads that
+          hold a group neighbours among the threads that encode a block.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None

@@ -34,8 +34,8 @@ from impl.unit.unit import Unit
 class _Choice:
     """The codecs chosen for weights or for gradients, and the errors measured for the next choice.
 
-    ``share`` is the part of the bit budget that concerns weights, or gradients: the limit of bits, the candidate
-    codecs, and the units for which codecs are chosen.
+    ``share`` is either the bit budget's part for weights, or its part for gradients.  It has the limit in bytes, the
+    candidate codecs, and the units for which codecs are chosen.
     """
 
     share: Share

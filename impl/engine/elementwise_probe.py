@@ -78,8 +78,9 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
     """Test copies of ``optimizer``, and return a text that says why it must not step shards; None if it may.
 
-    If a step raises an error, the test is repeated with ``every=True``.  If a step fails again, and the optimizer's
-    ``step()`` has an argument ``closure``, the test is repeated with ``every=True`` and a closure.
+    If a step of a copy raises an error, the test is repeated with ``every=True``.  If a step raises an error again,
+    ``closure`` is False, and the optimizer's ``step()`` has an argument ``closure``, the test is repeated once more,
+    now with a closure.
 
     Args:
         optimizer: the optimizer, with the states that it has.
@@ -266,8 +267,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     Args:
         optimizer: the optimizer.
         start: the initial values of each probe, in the shape of a probe.
-        part: the range of elements that a probe has, out of a test tensor of ``NUMEL`` elements.  A state with a value
-            for each element is repeated or cut to ``NUMEL`` elements, and the probe's state is this range of it.
+        part: the range of a probe's elements in a tensor of ``NUMEL`` elements, of which the probe stands for a part.
+            If the optimizer has a state with a value for each element, this state is repeated or cut to ``NUMEL``
+            elements, and the probe gets the elements ``part`` of the result as its state.
         every: whether the copy has a probe for every tensor of the optimizer.  If False, it has probes only for the
             first two tensors of each parameter group.
     """
@@ -335,8 +337,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
     """Context for trial steps of copies of ``optimizer``; on leaving, it restores global state that steps may change.
 
-    This state has two parts: the states of the random number generators of torch, Python and NumPy; and those
-    attributes of the optimizer's classes that are numbers, strings or tuples, such as a counter of steps.
+    This state has two parts:
+
+    - the states of the random number generators of torch, Python and NumPy;
+    - those attributes of the optimizer's classes that are numbers, strings or tuples, such as a counter of steps.
 
     Yields a function that returns whether random numbers of torch or Python were drawn in the context.
     """

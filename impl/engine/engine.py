@@ -197,8 +197,10 @@ class Zero:
         """Forget this rank's gradients that are not reduced yet, from a failed pass or from :meth:`accumulating`.
 
         The quantisation errors that gradient codecs would add to later gradients (error feedback) are forgotten too.
-        If the policy sends weights as differences from earlier weights, the next gather after a change of the weights
-        sends the weights themselves, since the ranks' copies of the earlier weights may differ.
+
+        A policy may send weights as differences from earlier weights, of which each rank keeps a copy.  After a failed
+        pass these copies may differ between ranks.  Therefore, when the weights have changed, the next gather sends
+        the full values of the weights, not differences.
 
         A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as running.
         """
@@ -358,8 +360,8 @@ class Zero:
             max_norm: the largest norm that the gradients may have afterwards.
             norm_type: the p of the p-norm, as for :meth:`grad_norm`.
             optimizers: optimizers that hold masters of this model and of others.  If given, the gradients of all these
-                models count as one vector, whose norm is limited, and are scaled by one factor.  If not given, only
-                this model's gradients are scaled.
+                models count as one vector: ``max_norm`` limits the norm of this vector, and all gradients are scaled by
+                the same factor.  If not given, only this model's gradients are scaled.
 
         Returns:
             () fp64, the norm before scaling.

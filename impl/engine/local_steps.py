@@ -37,8 +37,8 @@ class LocalSteps:
     def stepped(self, step: int, *, first: bool) -> None:
         """Note that an optimizer has stepped; once all optimizers have stepped, take the outer steps that are due.
 
-        A model may have several optimizers.  All of them have stepped when every master (fp32 weights) that has a
-        gradient has been stepped since the last backward pass.
+        A model may have several optimizers, which together step its masters (fp32 weights).  All optimizers
+        count as stepped once each master that has a gradient has been stepped since the last backward pass.
 
         Args:
             step: the number of optimizer steps so far.

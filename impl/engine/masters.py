@@ -218,10 +218,10 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended, and count it as wrong if its loss was not multiplied by the loss scale.
+        """Note that a backward pass has ended, and count the pass if its loss should have been scaled, but was not.
 
-        With a scale other than 1, ``backward()`` must be called on the result of :meth:`scaled`.  If passes were
-        counted, :meth:`check_scaled` raises an error until :meth:`forget` is called.
+        With a scale other than 1, ``backward()`` must be called on the result of :meth:`scaled`.  Once a pass has
+        been counted, :meth:`check_scaled` raises an error until :meth:`forget` is called.
         """
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached

@@ -42,7 +42,8 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    A parameter that several modules share is left out if one of these modules is an embedding or is outside of blocks.
+    Several modules may share a parameter.  It is returned only if all of these modules are inside blocks, and none of
+    them is an embedding.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it
@@ -69,8 +70,9 @@ def hidden_matrices(model: nn.Module) -> GroupOf:
 def unknown_argument(kind: type[Optimizer], given: Iterable[str]) -> str | None:
     """Return an error text for the first name in ``given`` that is no argument of the optimizer's class ``kind``.
 
-    The caller must put the place where the arguments were given before the text, such as ``Muon(...):``.  Returns None
-    if all names are known, or if the class accepts arguments of any name.
+    An example is ``'lrr' is no argument of AdamW: use one of ...``.  The caller puts the name of the call before this
+    text, such as ``Muon(adamw=...):``.  Returns None if all names are known, or if the class accepts arguments of any
+    name.
     """
     parameters = inspect.signature(kind).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):

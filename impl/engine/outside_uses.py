@@ -1,20 +1,24 @@
 """Handles uses of weights that the hooks on modules do not see: by other modules, and in autograd's graph.
 
 [Note: saved tensors]
-Hooks on modules gather and reshard units, which are groups of parameters, but some uses of weights escape them: a
-block that is applied twice in a row, outputs that hide tensors in an object, a detached copy.  A saved-tensor hook of
-autograd handles these uses.  When autograd saves a tensor that lies in a unit's flat buffer (P,), the hook stores no
-memory, only where the tensor lies in the buffer (:data:`~impl.unit.flat_buffer.View`) and the version of the weights.
-When backward needs the tensor, unpacking it gathers the unit if it is not gathered.  A use that the hooks on modules
-have missed thus costs time, but is never an error.
+A unit is a group of parameters.  Hooks on modules gather and reshard units, but these hooks miss some uses of weights:
+for example when a block is applied twice in a row, when a block returns an object that hides its output tensors, or
+when a weight is detached.  A saved-tensor hook of autograd handles the missed uses.  When autograd saves a tensor that
+lies in a unit's flat buffer (P,), the hook keeps no memory of the tensor.  It keeps the place of the tensor in the
+buffer (:data:`~impl.unit.flat_buffer.View`), and the version of the weights.  When backward needs the tensor, a second
+hook gathers the unit, unless the unit is gathered already.  A use that the hooks on modules have missed thus costs
+time, but is never an error.
 
-Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, these are the
-engine's hooks, so torch does not call hooks that the user has entered before.  The engine's hooks therefore pass every
-tensor that is not a weight on to the user's hooks.  Weights are not passed on, since ``save_on_cpu()`` would then copy
-the whole model.  If the user has no hooks, the engine's hooks check that saved tensors are not changed in place,
-because torch makes this check only without hooks.  If the user enters hooks inside of a block's forward pass, torch
-calls these hooks instead of the engine's, for weights too.  The unit's memory is then kept as long as the user's hooks
-hold views of it.
+Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, the last ones
+are the engine's hooks.  Hooks that the user has entered earlier are then not called by torch, but by the engine:
+
+- The engine's hooks pass every tensor that is not a weight on to the user's hooks.
+- They do not pass weights on, since the user's ``save_on_cpu()`` would then copy the whole model.
+- If the user has no hooks, the engine's hooks check that saved tensors are not changed in place.  Torch makes this
+  check itself only if there are no hooks at all.
+
+If the user enters hooks inside of a block's forward pass, torch calls these hooks instead of the engine's, for weights
+too.  The unit's memory is then kept as long as the user's hooks hold views of it.
 """
 
 from __future__ import annotations
@@ -158,15 +162,18 @@ def _module(hook: Callable[..., Any]) -> str | None:
 class SavedTensors:
     """The engine's saved-tensor hooks; see [Note: saved tensors].
 
-    When the call of a module begins, a hook on the module appends ``NOTHING`` to ``calls``.  The hook may then call
-    :meth:`take_over`, which installs the saved-tensor hooks.  When the module's call ends, a second hook calls
-    :meth:`leave`.  A GatheredParameters context has an object of this class too, and does the same on entering and on
-    leaving.
+    The list ``calls`` has one entry for each running call of a hooked module.  When a module's call begins, a hook on
+    the module appends the entry ``NOTHING``, which says that this call has not installed the saved-tensor hooks.  The
+    hook may then call :meth:`take_over`, which installs them.  When the module's call ends, a second hook calls
+    :meth:`leave`.
+
+    A GatheredParameters context has an object of this class too.  Entering the context counts as the beginning of a
+    call, and leaving it as the end.
 
     Args:
-        special: a function that decides what autograd keeps in place of a saved tensor.  It returns None to save the
-            tensor as usual.  It is called only if the address of the tensor's memory is in ``places``, with the tensor
-            and the value that ``places`` has for the address.
+        special: a function that decides what autograd keeps in place of a saved tensor.  It is called only for a tensor
+            whose memory begins at an address in ``places``.  Its arguments are the tensor, and the value that
+            ``places`` has for the address.  It returns None to save the tensor as usual.
         places: maps addresses of memory to values for ``special``, such as the index of the unit whose weights lie
             there.
     """
@@ -195,7 +202,8 @@ class SavedTensors:
           weights included: they number the tensors of the forward pass, to find them again in the recomputation.
 
         Args:
-            needed: whether disabled saved-tensor hooks are an error.  If False, nothing is done if they are disabled.
+            needed: whether to raise an error if saved-tensor hooks are disabled in torch.  If False, nothing is done
+                then.
 
         Raises:
             ZeroError: if saved-tensor hooks are disabled and ``needed`` is True.
@@ -218,10 +226,10 @@ class SavedTensors:
     def _hears(self, top: _Hooks | None) -> bool:
         """Return whether the tensors that autograd saves reach this engine's hooks.
 
-        ``top`` are the hooks on top of torch's stack, the only hooks that torch calls; None if the stack is empty.  The
-        result is True in two cases:
+        ``top`` is the pair of hooks on top of torch's stack; None if the stack is empty.  Torch calls only this pair.
+        The result is True in two cases:
 
-        - ``top`` are this engine's hooks.
+        - ``top`` is this engine's pair of hooks.
         - ``top`` and all hooks between ``top`` and this engine's are hooks of other engines, which pass tensors on.
         """
         while top is not None:

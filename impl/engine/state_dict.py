@@ -174,11 +174,11 @@ def full_state_dict(
 def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
     """Gather the parameters of ``unit``, cast them with ``narrowing``, and return a copy of each on ``device``.
 
-    The result maps the :func:`id` of each parameter object that a module holds now to the copy of the parameter.  If
-    ``device`` is None, the result is empty.  The gathered values themselves are freed on return.
+    The result is a dict with one entry for each parameter.  The key is the :func:`id` of the object that modules hold
+    as this parameter now, and the value is the copy.  If ``device`` is None, the dict is empty.
 
-    All ranks must call this.  Ranks with ``device=None`` cast too, so that every rank's ``narrowing`` counts the values
-    that overflow, and all ranks raise the same error.
+    All ranks must call this.  Ranks with ``device=None`` cast too: ``narrowing`` counts the values that overflow, and
+    with equal counts all ranks raise the same error.
     """
     whole = {}
     for visible, slot, values in zip(

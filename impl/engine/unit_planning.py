@@ -50,9 +50,10 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
         model: the model.
         most: the largest number of parameter elements in a block; 0 for no limit.  A larger block is replaced by its
             children, and a larger child by its own children, until each has at most ``most`` elements or cannot be
-            divided.  An ``nn.MultiheadAttention`` is not divided.  If the parameters outside of all blocks have more
-            than ``most`` elements in total, further blocks are made for them: the largest modules that contain no
-            block.  They are divided in the same way.
+            divided.  An ``nn.MultiheadAttention`` is not divided.
+
+            The limit holds also for parameters outside of all blocks.  If these have more than ``most`` elements in
+            total, the largest modules that contain no block become blocks too, and are divided in the same way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:

@@ -2,7 +2,7 @@
 
 :class:`Weights`, :class:`Gradient` and :class:`OptimizerState` have the same four methods; for example::
 
-    Weights(zero, "head.weight").full()          # (shape) gathered from all ranks
+    Weights(zero, "head.weight").full()          # all elements, gathered from all ranks, in the parameter's shape
     Weights(zero, model.head.weight).local()     # (n,) the elements in this rank's shard
 
 The second argument is the parameter: the object that its module holds, or its name in the unsharded model.  *Full*
@@ -12,8 +12,11 @@ values.  *Local* values are the elements of the parameter in this rank's shard, 
 Values are returned as copies.  Full values are fp32, on the engine's device.  Local values are on the device that
 holds this rank's shard; they are fp32, except for optimizer state, which keeps its type.
 
-All three classes raise a :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of
-another shape than the methods return, and while a forward or backward pass is running.
+Some optimizer state is a single number for a whole parameter, such as Adam's ``step``.  Such state is returned and set
+as a 0-dimensional tensor, both as full and as local values.
+
+All three classes raise a :class:`~impl.errors.ZeroError` in each of these cases: the second argument is no parameter of
+the model; a value to set has the wrong shape; a forward or backward pass is running.
 """
 
 from __future__ import annotations
@@ -62,22 +65,22 @@ class _Values(ABC):
     def _get(self) -> Tensor | None:
         """Return the values (n,) of the elements in this rank's shard, without copying them.
 
-        An optimizer's state that is a single number is returned with shape ().  Returns None in place of a gradient
-        that does not exist yet.
+        An optimizer's state that is a single number is returned as a 0-dimensional tensor.  Returns None in place of a
+        gradient that does not exist yet.
         """
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:
         """Overwrite the values of the elements in this rank's shard with ``part`` (n,) fp32.
 
-        For an optimizer's state that is a single number, ``part`` has shape ().
+        For an optimizer's state that is a single number, ``part`` is 0-dimensional.
         """
 
     def full(self) -> Tensor | None:
-        """Gather and return the values of the whole parameter, (shape) fp32; all ranks must call it.
+        """Gather and return the values of the whole parameter in fp32, in its shape; all ranks must call it.
 
         Returns None in place of a gradient that does not exist yet.  An optimizer's state that is a single number is
-        returned with shape (), and in its own type.
+        returned as a 0-dimensional tensor of its own type.
         """
         part = self.local()
         if part is None or part.dim() == 0:
@@ -88,15 +91,15 @@ class _Values(ABC):
         """Return a copy of the values (n,) of the elements in this rank's shard; n may be 0.
 
         Returns None in place of a gradient that does not exist yet.  An optimizer's state that is a single number is
-        returned with shape ().
+        returned as a 0-dimensional tensor.
         """
         return None if (part := self._get()) is None else part.clone()
 
     def set_full(self, value: Tensor) -> None:
-        """Overwrite the values of the whole parameter with ``value`` (shape).
+        """Overwrite the values of the whole parameter with ``value``, which has the parameter's shape.
 
-        All ranks must call it with equal values.  For an optimizer's state that is a single number, ``value`` has
-        shape ().
+        All ranks must call it with equal values.  For an optimizer's state that is a single number, ``value`` is
+        0-dimensional.
         """
         whole = self._checked(value, self._slot.spec.shape)
         geometry, rank = self._unit.geometry, self._unit.wire.mesh.rank
@@ -105,7 +108,7 @@ class _Values(ABC):
     def set_local(self, value: Tensor) -> None:
         """Overwrite the values of the elements in this rank's shard with ``value`` (n,).
 
-        For an optimizer's state that is a single number, ``value`` has shape ().
+        For an optimizer's state that is a single number, ``value`` is 0-dimensional.
         """
         self._set(self._checked(value, (self._length,)))
 
@@ -114,7 +117,7 @@ class _Values(ABC):
 
         Raises:
             ZeroError: if the value is complex, is on the meta device, or does not have ``shape``.  For an optimizer's
-                state that is a single number, the value must have shape () instead.
+                state that is a single number, ``shape`` is ignored, and the value must be 0-dimensional.
         """
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:

@@ -206,8 +206,8 @@ class _Place(abc.ABC):
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd keeps in place of ``tensor``: a function that returns it, and the function's arguments.
 
-        ``tensor`` is a view of the parameter's whole values.  If a backward pass needs it, the function raises an error
-        if the context has been left by then, or if the values have been changed.
+        ``tensor`` is a view of the parameter's whole values.  A backward pass that needs ``tensor`` calls the function.
+        The function raises a ZeroError if the context has been left by then, or if the values have been changed.
         """
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
@@ -229,10 +229,11 @@ class _Place(abc.ABC):
 
     @torch.no_grad()
     def received(self, source: int) -> Tensor:
-        """Receive the values that rank ``source`` has written, (n,) fp32, for the elements in this rank's shard.
+        """Return the new values (n,) fp32 of the elements in this rank's shard, received from rank ``source``.
 
-        All ranks must call it.  Written values have the parameter's type, such as bf16.  An element whose written value
-        equals its old fp32 value, cast to this type, keeps the fp32 value.
+        All ranks must call it.  The values that rank ``source`` has written have the parameter's type, such as bf16.
+        An element counts as unchanged if its old value, cast to this type, equals the written value.  For such an
+        element, the result has the old fp32 value, so that no bits are lost.
         """
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]

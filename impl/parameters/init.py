@@ -150,14 +150,17 @@ class Init:
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
         """Cut the parameters of ``module`` that are not cut yet: keep this rank's slices, and free the rest.
 
-        Small parameters are not cut.  Parameters are not cut either if they are on the meta device, if they are not
-        floating-point numbers, or if their class is a subclass of ``nn.Parameter``.
+        These parameters are not cut:
+
+        - parameters with fewer elements than ``at_least`` or the policy's ``persist_below``;
+        - parameters on the meta device;
+        - parameters that are not floating-point numbers;
+        - parameters of a subclass of ``nn.Parameter``.
 
         Args:
             module: the module.
             recurse: whether to cut also the parameters of the modules inside ``module``.
-            at_least: parameters with fewer elements are not cut, nor are parameters with fewer elements than the
-                policy's ``persist_below``.
+            at_least: the least number of elements that a parameter must have to be cut.
         """
         small = max(at_least, self._policy.memory.persist_below)
         for trainable in (True, False):
@@ -176,8 +179,8 @@ class Init:
     def gather(self, cuts: Sequence[Cut]) -> None:
         """Gather the whole values of ``cuts``; a cut is a group of parameters of which each rank holds a slice.
 
-        Before that, the rank frees the values that were gathered for other cuts, and keeps its slices of them.  A cut
-        stays gathered if views of its values still exist, or if its parameters are in an open GatheredParameters
+        First, all other cuts that are gathered now are freed, so that the rank has only its slices of them.  Such a cut
+        is not freed if views of its values still exist, or if one of its parameters is in an open GatheredParameters
         context.
         """
         self._settle(cuts)
@@ -191,10 +194,10 @@ class Init:
         return isinstance(module, kinds) if isinstance(kinds, type | tuple) else kinds(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
-        """Gather the values of all parameters in the cuts ``together``, because one operation uses them.
+        """Gather the cuts ``together``, because an operation uses parameters of all of them.
 
         A cut is a group of parameters of which each rank holds a slice.  ``cut`` is one of ``together``.  ``name`` is
-        the name of a parameter that the operation uses, for the error message.
+        the name of a parameter of ``cut``, for the error message.
 
         Raises:
             ZeroError: after this context has ended, or in another thread.

@@ -1,9 +1,10 @@
 """Checks, when a model is sharded, that all ranks have the same policy and start from the same weights.
 
 Ranks compare the values of their policies (:func:`impl.policy.setting.texts`), a checksum of each parameter
-(:func:`sums`), and the shapes and types of buffers.  For a parameter of which :class:`~impl.parameters.init.Init` has
-kept only a slice on each rank, they compare checksums of the values before they were cut to slices.  The ranks exchange
-this through the store of their rendezvous, not through the wire, so that these bytes are not counted as traffic.
+(:func:`sums`), and the shapes and types of buffers.  If :class:`~impl.parameters.init.Init` has cut a parameter to
+slices, each rank has only its slice.  The checksum of such a parameter was computed from the whole values, before the
+cut.  The ranks exchange all this through the store of their rendezvous.  They do not send it through the wire, which
+would count the bytes as traffic.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def check_same_start(
         policy: the policy of this rank.
         parameters: the model's parameters by name.  Parameters without values, or with only this rank's slice of the
             values, are ignored.
-        drawn: the parameters of which this rank has only a slice: by name, a hash of the whole values from which the
-            slice was cut.
+        drawn: by name, a hash for each parameter of which this rank has only a slice.  It is a hash of the whole values
+            from which the slice was cut (:func:`impl.parameters.presharded.drawn_numbers`).
         buffers: by name, the shape and type of each buffer as text.  Values of buffers are not compared.
     """
     mesh, rank = wire.mesh, wire.mesh.rank

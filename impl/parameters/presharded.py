@@ -132,10 +132,11 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """Gather and return the values of parameter ``number``, (shape) fp32; the parameter object is not changed.
+        """Gather and return the values of the parameter with index ``number``, in fp32 and in the parameter's shape.
 
-        All ranks that together hold one copy of the parameters must call it.  ``part`` (n,) has the values that this
-        rank contributes, for the elements in its slice; by default they are read from the slice.
+        The parameter object is not changed.  All ranks that together hold one copy of the parameters must call it.
+
+        ``part`` (n,) has the values of the elements in this rank's slice.  By default they are read from the slice.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
@@ -181,7 +182,7 @@ _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 def cut_of(parameter: Tensor) -> Cut | None:
     """Return the cut (group of parameters held in slices) to which ``parameter`` belongs; None if there is none.
 
-    The values of the cut may be gathered at the moment.
+    The cut is returned also while its values are gathered.
     """
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
@@ -192,8 +193,8 @@ def cut_of(parameter: Tensor) -> Cut | None:
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return, by name, a hash for each of the ``parameters`` of which this rank holds only a slice.
 
-    The hash is of the parameter's whole values, from which this rank has cut its slice.  It is therefore equal on all
-    ranks that have cut equal values.
+    A parameter's hash is computed from its whole values when they are cut to slices.  If the parameter is gathered and
+    cut again, the hash is of the values at all cuts.  Ranks that have cut equal values therefore have equal hashes.
     """
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}

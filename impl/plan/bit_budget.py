@@ -176,9 +176,11 @@ def at_most(
 ) -> dict[Link, int]:
     """Returns, for each kind of link, an upper bound of the bytes that a rank sends, whichever codecs a budget chooses.
 
-    The bound counts the messages for which the budget chooses as if the whole budget went to the unit whose bytes are
-    sent most often, and all other messages as they are in ``sent``: a ledger's bytes by key, of a rank that sends
-    everything in the policy's own codecs.
+    ``sent`` has the bytes of each entry of a ledger, for a rank that sends everything in the policy's own codecs.
+
+    The bound is the sum of two parts.  Messages for which a budget chooses the codec are counted as if the whole budget
+    went to one unit: the unit whose encoded bytes are sent most often over the link.  All other messages are counted
+    with their bytes in ``sent``.
     """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):

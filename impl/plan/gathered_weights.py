@@ -37,8 +37,8 @@ def taken_at_start(
     - units whose messages arrive in the memory of the weights.
 
     All other units take the memory later, when their messages are decoded.  A unit that a user's class gathers always
-    takes it later.  If a budget may choose between several codecs for a unit, the result has the unit if at least one
-    of the codecs makes it take its memory at the start.
+    takes the memory later.  If a budget chooses the codec of a unit, the codec is not known yet.  The result then
+    has the unit if it would take the memory at the start with at least one of the budget's codecs.
 
     Args:
         policy: the policy of the model, without a schedule.

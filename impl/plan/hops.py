@@ -12,7 +12,10 @@ the project use the same tuples:
 * :mod:`impl.plan.memory` and :mod:`impl.plan.messages` compute from them the sizes of hpZ's copy of the weights, of the
   carried errors and of the buffers.
 
-These are the hops of ZeRO++ on two nodes of two ranks.  A frame is one encoded shard or piece:
+The table lists the hops of ZeRO++ on two nodes of two ranks.  ``source`` is what a rank sends in the hop, and ``keeps``
+is what stays on the rank afterwards (:data:`Source`, :data:`Keeps`).  A frame is one encoded shard.  In a reduction, a
+shard may be cut into pieces, and a frame is one encoded piece.  ``frames`` is the number of frames in the message to
+each other rank.
 
 =====================  =====  =====  ========  ======  =======
 collective             axis   codec  source    frames  keeps
@@ -122,15 +125,15 @@ class Hop:
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """Encoded bytes of one shard or piece, separately for each chunk in which it is sent.
+        """For each chunk of a shard or piece, the bytes of the encoded chunk.
 
-        If it is encoded twice, with the codec's blocks along rows and along columns, both encodings are counted.
+        If shards are encoded twice, with the codec's blocks along rows and along columns, both encodings are counted.
         """
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of the message that a rank sends to each other rank, separately for each chunk.
+        """For each chunk, the bytes of the message that a rank sends to each other rank.
 
         The message for a chunk has this chunk of all ``frames`` shards or pieces.
         """
@@ -306,8 +309,8 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 
     With local steps, the reduction stays inside a group, and each rank has the mean over its group.
 
-    ``piece`` is the number of elements of a piece.  Chunks, the parts of a piece that are sent separately, start on
-    multiples of ``grain`` elements.  With one rank the tuple is empty.
+    ``piece`` is the number of elements of a piece.  A piece may be cut into chunks, which are sent separately; each
+    chunk starts on a multiple of ``grain`` elements.  With one rank the tuple is empty.
     """
     group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
     if policy.local_steps is None:
@@ -324,8 +327,8 @@ def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tu
 
     A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters (fp32 shards)
     have moved since the last outer step, and each rank then has the mean of one piece.  The last hops gather the other
-    pieces of the shard from the other groups.  Chunks, the parts of a piece that are sent separately, start on
-    multiples of ``grain`` elements.  Without local steps, the tuple is empty.
+    pieces of the shard from the other groups.  A piece may be cut into chunks, which are sent separately; each chunk
+    starts on a multiple of ``grain`` elements.  Without local steps, the tuple is empty.
     """
     if policy.local_steps is None:
         return ()
@@ -353,7 +356,8 @@ def _reduction(
         policy: the policy for this unit.
         topology: nodes and ranks.
         piece: the number of elements of a piece.
-        grain: chunks, the parts of a piece that are sent separately, start on multiples of this number of elements.
+        grain: a number of elements.  A piece may be cut into chunks, which are sent separately; each chunk starts on a
+            multiple of this number.
         sums: (axis, codec) of each hop that adds up.
         ranks: the number of ranks over which the mean is taken.
         outer: False to average the gradients of a whole unit.  True to average, for one shard, how far the masters

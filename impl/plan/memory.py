@@ -99,16 +99,17 @@ def memory(
 
     Outer units are the unit of the root module's own parameters and the unit of the persistent parameters.
 
-    Below stage 3, the part ``gathered`` has the weights of all units.  In stage 3, the prediction follows a pass, in
-    which units are gathered and freed (:mod:`impl.plan.gathered_weights`), and takes the largest sum of these weights:
+    Below stage 3, the part ``gathered`` has the weights of all units.  In stage 3, units are gathered and freed during
+    a pass (:mod:`impl.plan.gathered_weights`), and the part is the most that is gathered at one time.  These weights
+    count:
 
-    - of the outer units, and of the block that runs;
-    - of blocks that stay gathered for backward;
-    - of blocks that are gathered ahead (``memory.prefetch``), if their all-gather takes the memory of the weights when
-      it starts.  It does so if it has no message to decode, or if a GPU's stream waits for its messages (``streams``).
-      Otherwise it takes the memory when the weights are decoded, just before the block runs; until then, the messages
-      are in the buffers of the wire;
-    - in backward, of the frozen units of the block that has just run, which are freed a little later.
+    - those of the outer units, and of the block that runs;
+    - those of blocks that stay gathered for backward;
+    - those of blocks that are gathered ahead of their use (``memory.prefetch``), if the memory of the weights is taken
+      when the all-gather starts.  That is so if the all-gather has no message to decode, or if a GPU's stream waits for
+      messages (``streams``).  In all other cases, and always if a user's class gathers the unit, the memory is taken
+      when the messages are decoded, just before the block runs;
+    - in backward, those of the frozen units of the block that has just run, which are freed a little later.
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:
 

@@ -62,8 +62,8 @@ def message_bytes(
     In two cases the result is an upper bound:
 
     - With a budget, each unit's codec is chosen during training.  The bound holds for any choice of codecs.
-    - With differences and ``refresh=0``, only the first step sends the weights themselves, and later steps send
-      differences.  The buffers for the weights are counted too.
+    - With differences and ``refresh=0``, the first step sends the full values of the weights, and later steps send only
+      the differences between the weights and hpZ's copy.  The buffers of the first step are counted too.
 
     Args:
         policy: the policy of the model.  If its settings change while training (a schedule), the result is the bytes of
@@ -165,13 +165,15 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 
 
 def _in_step(gathers: Sequence[Sequence[Hop]]) -> Iterator[Sequence[int]]:
-    """Yield one list for each hop of one gather, or of gathers that run together: the bytes of each buffer in use.
+    """Yield lists of the bytes of each buffer in use, while the ``gathers`` run together.
 
     ``gathers`` has the hops of each gather.  The first hops of all gathers are posted, then all second hops, and so on.
+    The first list is for the first hops of all gathers, and each later list is for one further hop of one gather.
+
     Each hop has one buffer, which holds the message that the rank sends and the messages that the rank receives.
     Before the next hop, the received messages are copied to the next hop's buffer.  There is one exception: if the
-    second hop only forwards what the first hop receives, the first hop uses the buffer of the second hop, and nothing
-    is copied.
+    second hop only forwards what the first hop receives, both hops use the buffer of the second hop, and nothing is
+    copied.  The second hop then has no list of its own.
     """
     left = [
         [hop.axis.size * hop.nbytes for hop in hops][int(forwards_in_place(hops)) :]

@@ -200,9 +200,10 @@ def _assign(costs: Sequence[float], held: Sequence[Sequence[int]]) -> list[int]:
     that ``rank`` holds.
 
     There are two passes over the matrices, and each pass starts with the most expensive matrix.  The first pass gives
-    each matrix to the rank with the least cost so far.  The second pass assigns all matrices anew: each goes to the
-    rank that holds most of it, among the ranks whose cost does not exceed the largest cost of a rank in the first pass.
-    If some matrix fits on no rank in the second pass, the owners of the first pass are returned.
+    each matrix to the rank with the least cost so far.  The largest cost of a rank after this pass is the limit for the
+    second pass.  The second pass assigns all matrices anew.  A matrix fits on a rank if the rank's cost, with this
+    matrix, is within the limit; of these ranks, the one that holds most of the matrix gets it.  If some matrix fits on
+    no rank, the owners of the first pass are returned.
     """
     ranks, order = range(len(held[0])), sorted(range(len(costs)), key=lambda number: -costs[number])
     loads, even = [0.0] * len(ranks), [0] * len(costs)

@@ -118,14 +118,15 @@ class Schedule:
 
         They are the units that follow ``unit`` in ``order``, as many as three limits allow:
 
-        - There are at most :data:`MOST_AHEAD` units.
-        - They have at most ``prefetch`` elements in total.  If ``prefetch`` is 0, there are none.  Otherwise the next
-          unit is gathered ahead even if it alone exceeds this limit.  If a pair (two units that are gathered together)
-          begins with the next unit or the one after it, this limit does not apply up to the end of the pair.
+        - At most :data:`MOST_AHEAD` units are gathered ahead.
+        - These units have at most ``prefetch`` elements in total.  If ``prefetch`` is 0, no unit is gathered ahead.
+          Otherwise this limit does not apply to the next unit.  A pair is two units that are gathered together.  If the
+          next unit or the one after it begins a pair, the limit does not apply to any unit up to the end of the pair.
         - All units that are gathered at one time have at most ``max_live`` elements.  If ``max_live`` is None, the
-          limit is ``MOST_LIVE``, and the next unit is gathered ahead even if it exceeds this limit.
+          limit is ``MOST_LIVE`` elements, and does not apply to the next unit.
 
-        If only the first unit of a pair would fit, it is left out, so that both units are gathered later, together.
+        If the last unit within the limits is the first unit of a pair, it is left out, so that both units are gathered
+        later, together.  It is not left out if it is the only unit.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
@@ -153,13 +154,14 @@ class Schedule:
     ) -> list[tuple[int, ...]]:
         """Returns the units of ``ahead`` whose all-gathers start now, in the order in which they start.
 
-        The engine decides in the same way.  The result has one tuple for each start: one unit, or the two units of a
-        pair, which start together.  A pair starts only if both of its all-gathers are within the limit below.
+        The result has one tuple for each start: one unit, or the two units of a pair, which start together.  At most
+        :data:`MOST_AHEAD` + 1 all-gathers are under way at one time.  If only one all-gather of a pair is within this
+        limit, the pair does not start.
 
         Args:
             ahead: the indices of the units to gather ahead (:attr:`ahead_in_forward`, :attr:`ahead_in_backward`).
             started: the units that are gathered or whose all-gather is under way; they are left out.
-            under_way: how many all-gathers are under way, of which there are at most :data:`MOST_AHEAD` + 1.
+            under_way: how many all-gathers are under way already.
         """
         starts, joined = list[tuple[int, ...]](), False
         for place, index in enumerate(ahead):
@@ -222,13 +224,15 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
 
     - Outer units (the root's own parameters, and persistent parameters) stay gathered, since they are used last in
       forward and first in backward.
-    - Blocks stay gathered, beginning with the last block, as long as two limits allow it.  First, the blocks that run
-      between the forward and the backward pass of a block must have fewer than ``memory.max_reuse`` elements.  Each of
-      them counts twice, since it runs in forward and in backward.  Second, all units that are gathered at one time must
-      have at most ``memory.max_live`` elements.
-    - With ``max_reuse=0`` no unit stays gathered.
-    - On one rank, the first limit does not apply if ``max_reuse`` is above 0.  There, freeing weights saves only 2
-      bytes for each parameter, and gathering them again reads and writes 6 bytes, because the masters are cast again.
+    - Blocks stay gathered, beginning with the last block, as long as the limits ``memory.max_reuse`` and
+      ``memory.max_live`` allow it.
+    - ``max_reuse``: a block stays gathered if fewer than ``max_reuse`` elements run between its forward and its
+      backward pass.  These are the elements of all later blocks, counted twice, since a block runs in forward and in
+      backward.  For the last block the number is 0.
+    - ``max_live``: all units that are gathered at one time have at most ``max_live`` elements.
+    - With ``max_reuse=0`` no unit stays gathered, not even the outer units.
+    - On one rank, any ``max_reuse`` above 0 is no limit.  There, freeing weights saves only 2 bytes for each parameter,
+      and gathering them again reads and writes 6 bytes, because the masters are cast again.
     - If forward and backward compute with differently quantised weights (``planes`` other than 1), no unit stays
       gathered.
     """

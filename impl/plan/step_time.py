@@ -349,9 +349,10 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 class _Outer:
     """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
 
-    In an outer step, groups of ranks that train by themselves between two such steps average their weights.  The
-    seconds of an outer step of all units are divided by ``policy.local_steps``, the number of optimizer steps between
-    two outer steps.  Units are exchanged one after the other, while nothing else computes or sends.
+    With local steps, groups of ranks train by themselves, and average the weights of each unit once in
+    ``policy.local_steps`` optimizer steps.  This exchange is an outer step.  The seconds of the outer steps of all
+    units are divided by ``policy.local_steps``.  Units are exchanged one after the other, while nothing else computes
+    or sends.
     """
 
     adapter: float = 0.0  # time in which a node's adapter sends
@@ -360,7 +361,7 @@ class _Outer:
 
     @classmethod
     def of(cls, machine: Machine, step: Step) -> _Outer:
-        """Returns the seconds that outer steps, in which groups average their weights, add to ``step`` on average."""
+        """Returns the seconds that outer steps add on average to ``step``, the description of one optimizer step."""
         if (every := step.policy.local_steps) is None:
             return cls()
         seconds = _Seconds(machine, step.topology, step.rate)
@@ -409,10 +410,11 @@ def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to run at as many floating-point
     operations a second as the passes of the model.  The time of each of the two exchanges is the sum of three times:
 
-    - sending: the latency of a message, plus the longer of two times: the time of the busiest node for its bytes to
-      other nodes, and the time of the busiest rank for its bytes to ranks of the same node
-    - posting the messages
-    - encoding and decoding, on the rank that holds most elements of matrices
+    - sending: the latency of a message, plus ``max(between, inside)``.  ``between`` is the time in which the busiest
+      node sends its bytes to other nodes.  ``inside`` is the time in which the busiest rank sends its bytes to ranks of
+      the same node.
+    - posting the messages.
+    - encoding and decoding, on the rank that holds most elements of matrices.
     """
     topology, stretch = step.topology, machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     compute = max(owners.loads) * machine.per_token / (2 * (1 + BACKWARD)) * stretch

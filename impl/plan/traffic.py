@@ -55,7 +55,7 @@ UPDATE: Final = Tag("step", "update")  # back from the owners
 
 
 class LedgerKey(NamedTuple):
-    """The key under which the ledger, a rank's count of what it has sent, counts a message."""
+    """The key under which a message is counted in a ledger, a rank's record of the bytes and messages it has sent."""
 
     phase: Phase
     purpose: Purpose
@@ -174,8 +174,9 @@ class Book:
     def fits(self, rank: int) -> bool:
         """Returns whether the counts of this book also hold for ``rank``.
 
-        They do if, in every kind of exchange counted so far (``routes``), ``rank`` sends the same number of messages
-        over each kind of link as the book's own rank.  Exchanges that :meth:`uneven` has counted are not compared.
+        The book counts the messages of one rank.  Its counts hold for ``rank`` too if both ranks send equally many
+        messages over each kind of link.  This is compared for every kind of exchange counted so far (``routes``), but
+        not for exchanges that :meth:`uneven` has counted.
         """
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
@@ -256,12 +257,13 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step``: the trained weights change.  With local steps, state groups also exchange the fragment, a set of units,
-      whose turn it is after this step.
+    - ``step``: the trained weights change.  With local steps, state groups exchange a fragment (a set of units) after
+      some of the steps.
     - ``changed`` (``Zero.weights_changed``): all weights change.
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
-    - ``dropped`` (``Zero.drop_gradients``): the next gather that would send differences from hpZ's copy sends the
-      weights themselves.
+    - ``dropped`` (``Zero.drop_gradients``): if the policy sends differences between the weights and hpZ's copy, the
+      next gather that would send differences sends the full values of the weights.  A user's own gather is told that
+      the weights were loaded.
 
     With offload, data is copied between host and device:
 
@@ -434,7 +436,8 @@ class _Sender:
 
         The copies are the gathered weights, hpZ's copy, and the encoded weights of an offloaded master on the device.
 
-        After the event ``changed`` the next gather sends the weights themselves, not differences from hpZ's copy.
+        After the event ``changed`` the next gather sends the full values of the weights, not the differences between
+        the weights and hpZ's copy.
         """
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
@@ -446,8 +449,8 @@ class _Sender:
     def follow(self, policy: Policy) -> None:
         """Count, from now on, the messages that ``policy`` sends.
 
-        If ``policy`` gathers weights in another way than the policy before, the next gather sends the weights
-        themselves, neither differences nor hpZ's copy.
+        If ``policy`` gathers weights in another way than the policy before, the next gather sends the full values of
+        the weights.  It sends neither hpZ's copy of the weights, nor the differences between the weights and this copy.
         """
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
@@ -486,10 +489,15 @@ class _Sender:
             self.book.method_message(Tag(phase, "weights", self.unit.name), message)
 
     def _sends(self) -> Sends:
-        """Returns what the next gather sends: hpZ's copy, differences from the copy, or the weights themselves.
+        """Returns what the next gather sends: ``copy``, ``differences`` or ``weights``.
 
-        If the policy has differences and the result is the weights themselves, ``steps`` is set to 0.  It counts the
-        optimizer steps since the weights themselves were sent.
+        - If hpZ's copy holds the current weights: ``copy``.
+        - If the policy does not send differences: ``weights``, the full values of the weights.
+        - If the policy sends differences: ``differences``, the weights minus hpZ's copy.  But the result is ``weights``
+          if the field ``steps`` is None, or if it has reached the policy's ``refresh`` (0: never).
+
+        ``steps`` counts the optimizer steps since full values were sent.  In the third case, this method sets it to 0
+        when the result is ``weights``.
         """
         if self.current:
             return "copy"

@@ -1,10 +1,13 @@
 """Defines how a policy names a user's class that reduces gradients or gathers weights, and what such a class is given.
 
-Such a class is called a *method*.  A method of reduction reduces a unit's gradient in a way of its own: in low rank,
-with an exchange of indices, by a vote of signs, or a step late.  ``Policy(reduce=method(PowerSGD, rank=4))`` uses the
-method, and so does ``policy.reduce = "mine:PowerSGD"`` in a suite; :mod:`impl.unit.own_reduction` runs it, and
-documents the class that a user writes.  A method of gathering gathers a unit's weights
-(``Policy(gather=method(Differences))``); :mod:`impl.unit.own_gather` runs it, and documents its class.
+Such a class is called a *method*.  There are two kinds of methods:
+
+- A method of reduction reduces a unit's gradient in a way of its own.  It may, for example, send low-rank factors, send
+  only some elements and their indices, let ranks vote on signs, or return the mean one step late.  A policy names it in
+  ``reduce``: ``Policy(reduce=method(PowerSGD, rank=4))``, or ``policy.reduce = "mine:PowerSGD"`` in a suite.
+  :mod:`impl.unit.own_reduction` runs it, and documents the class that a user writes.
+- A method of gathering gathers a unit's weights.  A policy names it in ``gather``:
+  ``Policy(gather=method(Differences))``.  :mod:`impl.unit.own_gather` runs it, and documents its class.
 
 Pure: no torch.  The module of a user's class is imported on first use, so that records and plans that name the class
 can be read where its module is missing.
@@ -144,8 +147,9 @@ class MethodUnit:
     def rows(self, whole: Any, ranks: int) -> Any:
         """Returns the shards of ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` keeps.
 
-        ``ranks`` is the number of all ranks.  If each of several groups of ranks keeps a whole copy, there are P / S
-        shards, fewer than ranks; rank ``i + P / S`` then keeps the same shard as rank ``i``.
+        ``ranks`` is the number of all ranks.  There are P / S different shards.  If several groups of ranks keep a
+        whole copy each, this number is smaller than ``ranks``, and the shards are repeated.  With 4 ranks in 2 groups,
+        the rows 0 and 2 are the first shard, and the rows 1 and 3 are the second.
         """
         shards = self.numel // self.shard
         return whole.view(shards, -1).repeat(ranks // shards, 1)
@@ -224,10 +228,10 @@ class OwnMethod:
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
-        """Returns the largest relative error that the class promises: each element's error is at most this times M.
+        """Returns the relative error bound that the class promises.
 
-        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.  The magnitude M
-        depends on what the class does:
+        The error of each element is at most the returned bound times a magnitude M.  The bound is 0 if the class
+        promises the law ``exact``, and infinity if it promises no bound.  M depends on what the class does:
 
         - If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
         - If the class reduces gradients, the P elements of the unit are cut into one piece for each rank.  For the
@@ -344,10 +348,10 @@ def axis_of(topology: Topology, name: str) -> Axis:
 
 
 class PlannedWire:
-    """Replaces the wire, through which ranks send, when a user's class is constructed only to call its ``bytes()``.
+    """A stand-in for the wire, for a user's class that is constructed only to call its ``bytes()``.
 
-    It tells the class how many ranks an axis has, and the rank's index along the axis.  Nothing can be sent: if the
-    class tries to send, it raises a MethodError.
+    The wire is the object through which ranks send.  The stand-in tells the class how many ranks an axis has, and the
+    rank's index along the axis, but it cannot send: a call that would send raises a MethodError.
     """
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
@@ -373,7 +377,8 @@ def declared(
 ) -> tuple[MethodMessage, ...] | None:
     """Returns the messages that ``instance``, an object of a user's class, declares in its ``bytes()``.
 
-    They are the messages of one reduction of ``unit`` or, with ``gather``, of the gather that ``gather`` describes.
+    If the class gathers weights, ``gather`` describes one gather of ``unit``, and the result is the messages of this
+    gather.  If the class reduces gradients, there is no ``gather``, and the result is the messages of one reduction.
     The bytes of each message are rounded up to a multiple of 16.  Returns None if the class has no ``bytes()``.
 
     Raises MethodError: if ``bytes()`` raises an error, or returns anything but tuples of kind, axis and bytes.

@@ -261,12 +261,16 @@ class Policy:
             raise PolicyError(reason)
 
     def _read_method(self, name: Role, known: Sequence[str]) -> None:
-        """Check the value of the field ``name``, ``reduce`` or ``gather``, and turn the name of a class into a method.
+        """Check the value of the policy's field ``name``, which is ``reduce`` or ``gather``.
 
-        A name ``module:Class`` of a user's class is replaced with ``method("module:Class")``.
+        Three kinds of values are allowed:
 
-        Raises PolicyError: if the value is neither one of the ``known`` words, nor the name of a class, nor a method;
-        or if the class cannot be used in this field.
+        - one of the words ``known``;
+        - a method, that is, the result of :func:`~impl.policy.own_method.method`;
+        - the name ``module:Class`` of a user's class, which is replaced with ``method("module:Class")``.
+
+        Raises PolicyError: for any other value, or if a method's class cannot be used in this field.  A class that was
+        given by its name is not checked here, since this would import its module.
         """
         value = getattr(self, name)
         if isinstance(value, str) and is_name(value):
@@ -560,7 +564,9 @@ class Policy:
                 yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
-        """Yield an error for each gradient codec with a single scale for a shard, if shards are cut into ``chunks``.
+        """Yield an error for each gradient codec that does not allow ``chunks``, the cutting of shards into parts.
+
+        Such a codec has a single scale for a whole shard.  With ``chunks=1`` there are no errors.
 
         If ``user_codecs`` is True, only codecs of class ``OwnCodec`` are checked, and the modules that define them are
         imported.  If it is False, only all other codecs are checked.
@@ -665,8 +671,9 @@ class Policy:
     def gathering(self) -> tuple[object, ...]:
         """The values of all fields that decide how weights are gathered.
 
-        If these values change from one step to the next, the next gather sends the weights themselves, neither
-        differences nor hpZ's copy.
+        A schedule may change these values from one step to the next.  The next gather then sends the full values of the
+        weights, as at the start of training.  It sends neither hpZ's copy of the weights, nor the differences between
+        the weights and this copy.
         """
         if self.own_gather is not None:
             return (self.gather,)
@@ -735,8 +742,9 @@ class Policy:
     def sends_copy(self) -> bool:
         """Whether forward passes send hpZ's copy inside the group of ranks that share it, as backward passes always do.
 
-        If the result is False, a rank that receives encoded weights from other groups in a forward pass sends them on
-        unchanged inside its group.
+        In a forward pass, a rank receives encoded weights, or differences, from other groups.  If the result is True,
+        it updates its part of hpZ's copy with them, and sends this part inside its group.  If the result is False, it
+        sends the received bytes on unchanged.
         """
         return self.inside is not None or self.differences is not None
 
@@ -748,14 +756,14 @@ class Policy:
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """Returns the policy of frozen units (``trainable=False``) or of persistent units (``persistent=True``).
 
-        - Frozen units are sent in the codec ``frozen`` in which they are kept.  If ``frozen`` is None, they are kept in
-          fp32, and sent like other weights.
+        - Frozen units are kept and sent in the codec of the field ``frozen``.  If ``frozen`` is None, they are kept in
+          fp32, and sent like other weights, but never as differences.  A user's class that gathers weights is replaced
+          by a built-in gather.
         - Persistent units hold small parameters, stay gathered, and are sent unquantised: codecs that quantise are
-          replaced with a cast to the compute type.
+          replaced with a cast to the compute type.  User's classes that gather weights or reduce gradients are replaced
+          by the built-in gather or reduction.
 
-        A user's class that gathers weights is used for neither kind, and a user's class that reduces gradients is not
-        used for persistent units.  The returned policy names a built-in gather or reduction instead.  With the default
-        arguments, the method returns this policy itself.
+        With the default arguments, the method returns this policy itself.
 
         Raises PolicyError: for a policy with a schedule.
         """

@@ -90,22 +90,22 @@ MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; D
 class MemoryLimits:
     """Limits on gathered weights and on gradients that are being reduced, in elements of the unsharded model.
 
-    A unit that stays gathered from its forward pass to its backward pass need not be gathered twice.  It stays if
+    A unit need not be gathered twice if it stays gathered from its forward pass to its backward pass.  A unit stays if
     ``max_live`` allows it, and if fewer than ``max_reuse`` elements run between its two passes.  These are the elements
     of all units that run in between, counted twice, once in forward and once in backward.  With ``max_reuse=1`` the
     root's unit and the last block stay, because no unit runs between their two passes.  With ``max_reuse=0`` no unit
-    stays.  On one rank, with any ``max_reuse`` above 0, units stay as long as ``max_live`` allows it.
+    stays.  On one rank, every ``max_reuse`` above 0 has the same effect: only ``max_live`` limits which units stay.
 
     While a unit computes, the units that are used next are gathered, up to ``prefetch`` elements.  The very next unit
     is gathered even if it is larger than ``prefetch``; otherwise a model of large blocks would wait for every
     all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is exceeded.  With
     ``prefetch=0`` no unit is gathered before its use.
 
-    With NCCL, *small* units are gathered ahead in pairs: one NCCL call sends the messages of both units, which saves
-    the host's time for a second call and a second event.  A unit is small if its first message has at most
-    ``pair_below`` bytes, and if the unit has at most ``prefetch`` elements.  While the first unit of a pair computes,
-    the next pair is gathered, even if the pair is larger than ``prefetch``.  So up to four units are gathered at one
-    time; without pairs, two or three are.
+    A unit is *small* if its first message has at most ``pair_below`` bytes, and if the unit has at most ``prefetch``
+    elements.  With NCCL, small units are gathered ahead in pairs.  One NCCL call sends the messages of both units,
+    which saves the host's time for a second call and a second event.  While the first unit of a pair computes, the next
+    pair is gathered, even if the pair is larger than ``prefetch``.  So up to four units are gathered at one time;
+    without pairs, two or three are.
 
     Raises PolicyError: if a limit is negative or NaN.
     """
@@ -158,10 +158,13 @@ class Offload:
 
     Whole units are offloaded, in model order, until at least the share is reached.
 
-    What ``weights`` moves of a trained unit depends on where the unit's master (its fp32 shard) is.  If ``optimizer``
-    has put the master on the host, ``weights`` keeps the unit's encoded weights only there, and not on the device too.
-    If the master is on the device, each gather encodes it anew, so no encoded weights are kept.  In both cases,
-    ``weights`` also moves hpZ's copy.
+    ``optimizer`` moves the optimizer state and the *master* of a trained unit, which is the unit's fp32 shard.
+    ``weights`` moves hpZ's copy of a unit, and in addition:
+
+    - of a frozen unit, the shard;
+    - of a trained unit whose master is on the host, the encoded weights, which are otherwise on the device too;
+    - of a trained unit whose master is on the device, nothing else: each gather encodes the master anew, and no encoded
+      weights are kept.
 
     Raises PolicyError: for shares outside [0, 1].
     """
@@ -237,9 +240,10 @@ class Feedback:
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
     average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
 
-    With ``reduce="two_hop"``, let ``padded`` be the number of elements of a unit with padding.  A rank then keeps
-    ``padded / ranks_per_node`` errors of the unit for the last hop, which is between nodes.  With ``hops="all"`` it
-    also keeps ``padded`` errors of the unit for the first hop.
+    With ``reduce="two_hop"``, each rank keeps the following errors of a unit that has ``padded`` elements with padding:
+
+    - with ``hops="last"``: ``padded / ranks_per_node`` errors, for the last hop, which is between nodes;
+    - with ``hops="all"``: these errors, and ``padded`` more for the first hop.
 
     Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """

@@ -1,7 +1,8 @@
 """Declares the fields of a policy: one :class:`Setting` for each field, next to the field's type and default.
 
 Several parts of the project use these records: the parser of suites (keys ``policy.*``), the names of configurations,
-error messages and the guide's tables.  None of them needs a change for a new field, which :func:`setting` declares.
+error messages and the guide's tables.  A new field is declared by :func:`setting`, and these parts then know it without
+a change.
 
 Pure: no torch.
 """
@@ -32,9 +33,10 @@ class Setting:
     """Describes one field of a policy: how suites set it, which values it allows, and how names and tables show it.
 
     A policy's class declares a field by a call of :func:`setting`, which makes this record.  At that time the last
-    three attributes, ``name``, ``part`` and ``kind``, are not known; :func:`settings` fills them in later.  If the
-    declaration has no ``key`` or no ``label``, :func:`settings` sets it to the field's name, in a label with spaces for
-    underscores.
+    three attributes, ``name``, ``part`` and ``kind``, are not known; :func:`settings` fills them in later.
+
+    A declaration may leave out ``key`` and ``label``.  :func:`settings` then sets ``key`` to the field's name, such as
+    ``max_live``, and ``label`` to this name with spaces in place of underscores, such as ``max live``.
     """
 
     # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
@@ -84,8 +86,10 @@ class Setting:
     def parsed(self, value: Any) -> Any:
         """Converts the ``value`` that a suite gives into the field's value.
 
-        Without a parser (``read``), the result is ``value`` itself.  With a parser, a text is parsed, and a list of two
-        texts becomes a tuple of two parsed values.  If the field holds a tuple, a single text stands for both entries.
+        Without a parser (``read``), the result is ``value`` itself.  With a parser:
+
+        - A list of two texts gives a tuple of the two parsed values.
+        - A single text gives its parsed value or, if the field holds a tuple, a tuple that has this value twice.
         """
         if self.read is None:
             return value

@@ -172,12 +172,15 @@ class UnitGeometry:
     def received_piece(self, rank: int) -> tuple[int, int]:
         """Returns (start, end), counted in the unit, of the piece of the mean gradient that ``rank`` shows observers.
 
-        An observer (:class:`impl.comm.wire.Observer`) looks at gradients.  The pieces of all ranks together cover the
-        unit once.  If all ranks form one group, the piece is the rank's whole shard.
+        An observer (:class:`impl.comm.wire.Observer`) is an object that looks at gradients.  Each rank shows it one
+        piece.  The pieces of all ranks together cover the unit once.
 
-        If several groups hold copies of the unit (MiCS, HSDP), a rank reduces only its own piece of its shard
-        (:meth:`own_piece`), and receives the other pieces from ranks of other groups.  The result is the piece that
-        ``rank`` receives from the next group; the next group after the last is the first.
+        If all ranks form one group, the piece is the rank's whole shard.
+
+        If several groups hold copies of the unit (MiCS, HSDP), each group has one rank with this shard.  Each of these
+        ranks reduces its own piece of the shard (:meth:`own_piece`), and sends the mean to the others.  ``rank`` shows
+        the piece that the rank in the next group has reduced; after the last group comes the first.  With 4 ranks in
+        groups of 2, rank 0 shows the piece that rank 2 has reduced, and rank 2 shows the piece that rank 0 has reduced.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
@@ -281,9 +284,9 @@ def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
     No chunk is empty, and each starts on a multiple of ``grain``.  With three or more chunks, the first and the last
     chunk are a third as long as the chunks between them (1:3:...:3:1), as far as the grain allows.
 
-    A reduction sends one chunk over its second hop while it sends the next chunk over its first hop.  Only the first
-    chunk's time on the first hop and the last chunk's time on the second hop overlap with nothing, and therefore these
-    two chunks are short: with 1:3:3:1 each is an eighth of the piece, with four equal chunks it would be a quarter.
+    A reduction sends one chunk over its second hop while it sends the next chunk over its first hop.  Two transfers
+    overlap with nothing: the first chunk on the first hop, and the last chunk on the second hop.  Therefore these two
+    chunks are short.  With four chunks (1:3:3:1), each of the two is an eighth of the piece, instead of a quarter.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

@@ -1,9 +1,10 @@
 """Defines :class:`Span`, a part of a run in which some fields of a policy have other values.
 
-A policy with ``schedule=(Span(until="50 %", gradients=...), Span())`` changes while it trains.  A schedule may change
-what is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`).
-Therefore the number of a step alone determines the step's messages: :meth:`impl.policy.policy.Policy.policy_at` returns
-the policy of a step.
+A policy with ``schedule=(Span(until="50 %", gradients=...), Span())`` changes while it trains.  The number of a step
+determines the policy of the step, which :meth:`impl.policy.policy.Policy.policy_at` returns.
+
+A schedule may change what is sent (:data:`VARYING`).  It must not change other fields (:data:`FIXED`), for example
+those that would move memory between ranks or give it another layout.
 
 Pure: no torch.
 """

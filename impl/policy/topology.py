@@ -102,8 +102,12 @@ class Topology:
         The first ``before`` hops bring each rank its part of hpZ's copy of the weights.  A backward gather begins with
         this copy and repeats only the later hops.
 
-        With 2 nodes of 4 ranks, ``secondary=4`` gives ((node, local), 1), and ``secondary=2`` gives
-        ((node, outer, inner), 2).
+        With 2 nodes of 4 ranks:
+
+        - ``secondary=4`` gives ((node, local), 1).  The 4 ranks of a node share one copy, so backward gathers skip the
+          hop between nodes.
+        - ``secondary=2`` gives ((node, outer, inner), 2).  Each node has two pairs of ranks, and each pair shares one
+          copy.  The axis ``inner`` is inside a pair, and the axis ``outer`` is between the two pairs of a node.
 
         Args:
             secondary: number of ranks that share one copy; 0 if there is no copy, and ``before`` is then 0.  It must

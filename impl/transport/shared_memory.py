@@ -11,8 +11,9 @@ A flag must not become visible before the row that it announces.  The C++ librar
 with release and reads them with acquire order.  x86 processors keep this order by themselves; therefore, if the
 library is missing, Python's plain writes and reads are used on x86, and an error is raised on other processors.
 
-Ranks wait with Linux's futex, called through the C library.  With more ranks than cores, a rank that spins would
-take processor time from the rank that it waits for; a rank that sleeps for a guessed time would wake too late.
+Ranks wait with Linux's futex, called through the C library.  There are two simpler ways to wait, and neither is good.
+With more ranks than cores, a rank that spins takes processor time from the rank for which it waits.  A rank that sleeps
+for a guessed time wakes too late.
 
 The arena is an anonymous file (``memfd``) of the group's first rank; the other ranks open it through ``/proc``.  The
 file has no name to clean up, and vanishes with its last user, however that process ends.
@@ -95,8 +96,8 @@ def flag_functions() -> FlagFunctions | None:
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
     """Return the arguments for ``Work.wait()``: ``(limit,)`` for gloo, ``()`` for other backends.
 
-    With a limit, NCCL's ``wait()`` would block the host, and the ``wait()`` of ranks that are threads would raise an
-    error.
+    Other backends get no limit for two reasons.  With a limit, NCCL's ``wait()`` would block the host, and the
+    ``wait()`` of ranks that are threads would raise an error.
     """
     return (limit,) if backend == "gloo" else ()
 

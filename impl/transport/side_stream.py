@@ -44,15 +44,15 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
-        """Run the body of ``with`` so that its GPU work goes to this stream, after all earlier work of the current one.
+        """Return a context whose GPU work runs on this stream, after all earlier work of the current stream.
 
         Yields an :class:`Arrival`, with which others can wait for the end of the body's work.  The ``event`` of the
         :class:`Arrival` is set when the context is left.
 
         Args:
-            posted: True if the body begins by waiting for messages that the current stream has just posted.  Such
-                messages are sent after all earlier work of the current stream.  So the wait for the messages is enough,
-                and the context does not make this stream wait for the current stream.
+            posted: True if the body begins by waiting for messages that the current stream has just posted.  The
+                context then does not make this stream wait for the current stream.  Waiting for the messages is enough,
+                because they are sent after all earlier work of the current stream.
         """
         arrival = Arrival()
         if not posted:

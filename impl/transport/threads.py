@@ -4,13 +4,14 @@
 A rank runs until it has to wait for a message that another rank has not sent yet.  Then it passes the turn to a
 rank that can go on.  This has four consequences:
 
-* Ranks do not compete for processors or for Python's global lock, so that 128 ranks take 128 times as long as one.
+* Ranks do not compete for processors or for Python's global lock.  So 128 ranks take 128 times as long as one rank, but
+  not longer.
 * Torch's random generators exist once in a process.  Their states are exchanged when the turn passes, so each rank
   has states of its own.  Dropout and initial weights are therefore the same as with ranks that are processes.
 * A rank needs no lock to read what other ranks have written, because no other rank runs at that time.
 * If no rank can go on, then the ranks have made different calls, or a rank has ended early.  This module sees that at
-  once, and raises an error.  Therefore a wait needs no time limit.  It has none, since one of 128 ranks may wait while
-  the 127 others compute one after the other.
+  once, and raises an error.  Therefore a wait needs no time limit, and has none.  (A rank may wait for long: with 128
+  ranks, until the 127 others have computed one after the other.)
 
 A message is not copied.  The ranks of a group that take part in an exchange share one tensor with a row for each
 rank.  A rank encodes straight into its own row, and the other ranks read this row in place (:class:`Arena`).  The
@@ -102,9 +103,9 @@ class ThreadRank:
     def wait(self, event: Event, patience: float = math.inf) -> bool:
         """Let other ranks run until ``event`` has happened, and return True; return False if it can never happen.
 
-        If all ranks that have not ended wait, none of their events can happen.  Then only the ranks with the largest
-        ``patience`` get False and go on.  The others keep waiting.  ``patience`` (seconds) limits no time; it only
-        decides which ranks give up first.
+        The event can never happen if every rank either has ended or is waiting.  Then the ranks with the largest
+        ``patience`` get False and go on, and the others keep waiting.  ``patience`` is a number of seconds, but no time
+        is measured: the number only decides which ranks give up first.
 
         A rank that waits for a message has a large patience, so it gets False first, and reports an error.  A rank that
         waits for the error reports of other ranks has a small patience, so it is still waiting when the report comes.

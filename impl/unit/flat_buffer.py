@@ -52,9 +52,10 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit, as two objects: one has values while the unit is gathered, the placeholder never has.
+    """One parameter of a unit, as two objects: ``parameter`` and ``placeholder``.
 
-    Modules hold the first while the unit is in use, and the placeholder at other times.
+    ``parameter`` has values while the unit is gathered, and ``placeholder`` never has values.  Modules hold
+    ``parameter`` while the unit is in use, and ``placeholder`` at other times.
     """
 
     # the leaf that operations compute with: a view of the flat buffer; it has no values while the unit is sharded

@@ -155,10 +155,10 @@ class GradientReduction:
         The result is True for the first gradient of a block's unit in a pass.  The caller then posts the next messages
         of other units' reductions, in the same order on all ranks.
 
-        The result is False for later gradients, and always for two units: the root's unit, which has the parameters
-        outside of blocks, and the persistent unit, which has small parameters.  A gradient of these units may arrive
-        just after a block's reduction has started.  To post the block's second hop then, this rank would first have to
-        wait for the first hop.
+        The result is False for later gradients.  It is always False for two units: the root's unit, which has the
+        parameters outside of blocks, and the persistent unit, which has small parameters.  The reason is that a
+        gradient of these units may arrive just after a block's reduction has started.  If the block's second hop were
+        posted then, this rank would first have to wait for the block's first hop.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -337,10 +337,16 @@ class GradientReduction:
     def start(self) -> None:
         """Start the reduction with the gradients that have arrived, and post the first hop.
 
-        On a GPU whose stream waits for messages, as with NCCL, this method also enqueues all later hops, on a side
-        stream.  In two cases it leaves them to :meth:`post_next_hop`, as elsewhere: if a user's own class reduces the
-        gradients, and if the wire has an observer, an object that looks at the gradients.  On one rank there is no hop,
-        and the method finishes the reduction, unless a user's own class reduces the gradients.
+        The later hops are posted in one of three ways:
+
+        - If a user's own class reduces the gradients, or if the wire has an observer (an object that looks at
+          gradients): :meth:`post_next_hop` posts them.
+        - Otherwise, if a GPU's stream waits for messages, as with NCCL: this method enqueues all of them now, on a side
+          stream.
+        - In all other cases: :meth:`post_next_hop` posts them.
+
+        On one rank there are no hops, and this method finishes the reduction, unless a user's own class reduces the
+        gradients.
         """
         self.missing.clear()
         self.progress = Progress.FAILED  # stays so if this method is interrupted
@@ -405,9 +411,9 @@ class GradientReduction:
     def average(self, gradient: Tensor) -> Tensor:
         """Return this rank's shard (S,) fp32 of the mean of ``gradient`` (P,) over all ranks.
 
-        The masters' gradients stay as they are, but the encoding errors that error feedback keeps change.  The method
-        is for checks between backward passes; such a check must restore these errors afterwards.  All ranks must call
-        the method.
+        The method does not change the masters' gradients, but it changes the encoding errors of error feedback.  It is
+        for checks between backward passes; such a check must restore these errors afterwards.  All ranks must call the
+        method.
         """
         reduction = self.collective
         key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
@@ -448,7 +454,7 @@ class GradientReduction:
             self._errors.clear()
 
     def feedback(self) -> Errors | None:
-        """Return the errors of earlier encodings that the reduction of this step adds to gradients (error feedback).
+        """Return the errors that earlier encodings have left; the reduction of this step adds them to gradients.
 
         Returns None if the present policy has no error feedback, or if the unit is frozen.
         """

@@ -127,7 +127,11 @@ class MasterShard:
 
     @property
     def version(self) -> Version:
-        """The version of the weights, two counters: reported changes, and writes that torch's version counter shows."""
+        """The version of the weights, a pair of numbers.
+
+        The first number counts the changes that were reported to the engine.  The second number is torch's version
+        counter of the shard, which counts most writes.
+        """
         return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
     @property

@@ -160,9 +160,14 @@ class OwnWeightGather:
     def _present(self) -> Change:
         """Return how the weights have changed since the last gather: ``unchanged``, ``stepped`` or ``loaded``.
 
-        The result is the change that :meth:`end` or :meth:`distrust` has noted.  If they have noted none, but torch's
-        version counter shows a write to the master, the result is ``stepped``.  It is ``loaded`` before the first
-        gather, and after a gather that was interrupted when it started.
+        The result is the first of these changes that applies:
+
+        - ``loaded``, if :meth:`end` or :meth:`distrust` has noted it, if there was no gather yet, or if the start of
+          the last gather was interrupted;
+        - ``stepped``, if :meth:`end` has noted it, or if torch's version counter shows a write to the master;
+        - ``unchanged``.
+
+        After :meth:`load`, the gathers and changes of the saved run count.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change

@@ -1,9 +1,9 @@
 """Runs a user's own reduction of gradients: a class that a policy names, such as ``reduce = "mine:PowerSGD"``.
 
 :class:`ReductionMethod` documents the functions of such a class.  The engine constructs one object of the class for
-each trained unit on each rank.  It calls ``start()`` when the unit's gradient is complete, ``advance()`` at the events
-at which all ranks post further messages, and ``finish()`` when the mean is needed.  Thus messages overlap with the
-computation of other units.
+each trained unit on each rank.  It calls ``start()`` when the unit's gradient is complete; then ``advance()`` any
+number of times, at the same points on all ranks; and ``finish()`` when the mean is needed.  Thus messages overlap with
+the computation of other units.
 
 The engine calls the class through :class:`OwnReduction`, which checks the tensors that the class returns.
 """

@@ -80,9 +80,9 @@ class Placeholder(nn.Parameter):
     Each placeholder has a *keeper*, an object that provides the values to operations that need them, or raises an
     error.
 
-    Torch's ``state_dict()`` calls ``detach()`` for every parameter, before a hook can replace the results by values.
-    Therefore ``detach()`` does not raise a keeper's ZeroError.  It returns a new placeholder instead, and every use of
-    the new placeholder raises that error.
+    If the keeper raises a ZeroError, an operation raises it too, with one exception: ``detach()`` returns a new
+    placeholder, and every use of the new placeholder raises the error.  The exception is for torch's ``state_dict()``,
+    which first calls ``detach()`` for every parameter, and only then runs the hook that replaces the results by values.
     """
 
     @classmethod

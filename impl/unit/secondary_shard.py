@@ -9,12 +9,13 @@ STALE and never used as weights again.  This file alone decides whether frames a
 many places, and has trained on stale copies, for example after a checkpoint was loaded (its issue 7606).
 
 [Note: differences]
-A stale copy of a shard is equal on all ranks that hold the copy.  The next all-gather may therefore send the difference
-between the master and the copy instead of the weights (SDP4Bit, 2410.15526).  Every rank, also the rank that has the
-master, adds the decoded difference to its copy in fp32, and rounds the sum to the type of the copy.  Thus copies stay
-equal to the bit, and the errors of encoding and rounding become part of the next difference.  After a load, and after a
-call of ``Zero.weights_changed()``, the weights themselves are sent.  If the weights are gathered again without a
-change, the difference is zero, so an evaluation does not change later training.
+The *master* of a shard is its fp32 values.  The copies of a shard are equal on all ranks that hold them, even when they
+are stale.  Therefore the next all-gather need not send the master: it may send the difference between the master and
+the copy (SDP4Bit, 2410.15526).  Every rank, also the rank that has the master, adds the decoded difference to its copy
+in fp32, and rounds the sum to the type of the copy.  Thus copies stay equal to the bit, and the errors of encoding and
+rounding become part of the next difference.  The master is sent, and no difference, after a load that does not restore
+the copies, and after a call of ``Zero.weights_changed()``.  If the weights are gathered again without a change, the
+difference is zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -73,15 +74,15 @@ class SecondaryShard:
     def sends(self, version: Version, step: int) -> Sends:
         """Return what a gather of this ``version`` of the weights has to send; the result is equal on all ranks.
 
-        - ``copy``: the kept frames.  A gather sends them if they hold this version of the weights.
-        - ``differences``: the masters' values minus the kept copy.  A gather sends them if the kept frames are stale
-          and the policy has differences, except in the cases of ``weights``.
-        - ``weights``: the masters' values.  A gather sends them if the kept frames are stale, in each of these cases:
-          the policy has no differences; no gather has sent the weights since the start, the last load or the last
-          :meth:`distrust`; the policy's ``refresh`` is not 0, and so many optimizer steps have passed since a gather
-          sent the weights.
+        ``step`` is the number of optimizer steps so far.  The result is the first of these that applies:
 
-        ``step`` is the number of optimizer steps so far.
+        - ``copy``, the kept frames: if they hold this version of the weights.
+        - ``weights``, the masters' values: if the policy has no differences; if no gather has sent the weights since
+          the start, the last load, or the last call of :meth:`distrust` or :meth:`forget`; or if the policy's
+          ``refresh`` is above 0, and at least ``refresh`` optimizer steps have passed since a gather sent the weights.
+        - ``differences``, the masters' values minus the kept copy: in all other cases.
+
+        After :meth:`load`, the gathers of the saved run count.
         """
         if self._version == version:
             return "copy"
@@ -189,8 +190,8 @@ class SecondaryShard:
     def settled(self, version: Version) -> bool:
         """Return whether the copies are up to date with the master, so that a gather of differences sends zeros.
 
-        They are if nothing has changed the master since the copies were last updated.  ``version`` is the present
-        version of the master, of which only torch's count of writes, the second number, matters here.
+        The copies are up to date if nothing has changed the master since they were last updated.  ``version`` is the
+        present version of the master.  Only its second number, torch's count of writes, matters here.
         """
         return self._settled == version[1]
 

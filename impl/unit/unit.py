@@ -218,9 +218,9 @@ class Unit:
         Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters have changed
         since the weights were gathered, the weights are gathered anew.
 
-        All ranks must gather in the same order, but their passes may call different units.  Therefore, below stage 3,
-        in a forward pass of the model, the method first gathers all units before this one in model order that are not
-        gathered yet.
+        Below stage 3, a forward pass gathers the units in model order: the method first gathers those units before this
+        one that are not gathered yet.  The reason is that the passes of different ranks may call different units, but
+        all ranks must gather in the same order.
 
         Raises:
             ZeroError: if one of the unit's parameters is in an open GatheredParameters context.
@@ -312,8 +312,8 @@ class Unit:
     def reshard(self) -> None:
         """Reshard the weights as :meth:`end_use` does, and raise the error about parameters that were written.
 
-        Raises a WrittenError if parameters of this unit were written while they were gathered, or if parameters of
-        another unit were and no error has named them yet.
+        Raises a WrittenError if parameters of this unit were written while they were gathered.  Also raises it if
+        :meth:`end_use` of another unit has noted written parameters that no error has named yet.
         """
         self.end_use()
         if self._passes.written:
@@ -467,12 +467,12 @@ class Unit:
     def communication_state(self) -> dict[str, Tensor]:
         """Return a dict of what this rank needs to resume a run, in addition to masters and optimizer state.
 
-        It has those of the following tensors that the policy makes necessary:
+        Which tensors the dict has depends on the policy:
 
-        - the errors that gradient codecs keep for later steps (error feedback);
-        - the copies of earlier weights, if weights are sent as differences from these copies;
-        - the state of users' own reduction and gather;
-        - the anchor and momentum of outer steps (DiLoCo).
+        - with error feedback: the errors that gradient codecs keep for later steps;
+        - if weights are sent as differences from copies of earlier weights: these copies;
+        - with a user's own reduction or gather: its state;
+        - with local steps (DiLoCo): the anchor, momentum and encoding errors of outer steps.
 
         Raises:
             ZeroError: if a user has written to masters without torch's version counter showing it, while copies of the

@@ -119,7 +119,10 @@ class WeightGather:
         These are steps 1, 2 and 7 of the list in the module's docstring.
 
         On a GPU whose stream waits for messages, as with NCCL, the method also enqueues all later hops, on a side
-        stream.  On a single rank that needs no message, it casts the master into the flat buffer.
+        stream.
+
+        On one rank without hpZ, there is no message if the codec leaves elements of the compute type unchanged.  The
+        method then only casts the master into the flat buffer.
 
         With ``post=False`` the method only writes the message of the first hop.  :func:`start_together` then posts this
         message and enqueues the later hops.

@@ -118,7 +118,7 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Return the seconds of each of n steps of a trial in the simulated schedule, as an array (n,).
+    """Return the seconds that each of a trial's n steps takes in the simulated schedule, as an array (n,).
 
     Args:
         frames: The records.

@@ -1,14 +1,18 @@
 """Computes break-even rates: the rates of the link at which the speed-up over the baseline crosses 1.
 
 Between neighbouring measured rates, the speed-up is interpolated by a straight line (both axes logarithmic).  Fieller's
-method gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is the
-interval of a break-even rate if two conditions hold:
+method gives the ranges of rates in which the speed-up does not differ significantly from 1.  For example, let a
+configuration be faster up to 80 Mbit/s, slower from 110 Mbit/s on, and not significantly different in between.  If the
+line crosses 1 at 95 Mbit/s, the break-even rate is 95 Mbit/s, and its interval is 80 to 110 Mbit/s.
 
-* The line crosses 1 inside the range.
-* The configuration is faster below the range and slower above it, or slower below and faster above.
+A range has a break-even rate in these cases:
 
-If the range begins at the lowest measured rate or ends at the highest, the second condition cannot be judged.  Then the
-line must cross 1 exactly once inside the range.
+* The range lies between the lowest and the highest measured rate.  The line crosses 1 inside the range, and the
+  configuration is faster on one side of the range and slower on the other.
+* The range begins at the lowest measured rate, or ends at the highest, so that one side was not measured.  The line
+  crosses 1 exactly once inside the range.
+
+If a range covers all measured rates, no break-even rate is determined.
 Definition: docs/reference/metrics.md.
 """
 
@@ -177,13 +181,11 @@ def _end(mbit: float) -> str:
 def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, int], _Value]:
     """Return one value for each pair of trials, by (seed, repeat).
 
-    ``values`` has a value for each row of ``pairs``.  If a pair ran again with another time limit, its first value
-    counts.
+    ``values`` has a value for each row of ``pairs``.  If several rows have the same seed and repeat, the value of the
+    last row counts.  This happens, for example, if trials ran again with another time limit.
     """
-    by_pair: dict[tuple[int, int], _Value] = {}
-    for seed, repeat, value in zip(pairs["seed"], pairs["repeat"], values, strict=True):
-        by_pair.setdefault((seed, repeat), value)
-    return by_pair
+    rows = zip(pairs["seed"], pairs["repeat"], values, strict=True)
+    return {(seed, repeat): value for seed, repeat, value in rows}
 
 
 def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:

@@ -71,8 +71,9 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
-    """Return groups of trials that show scaling, because they ran on three or more numbers of nodes.
+    """Return the trials that show how speed scales with the number of nodes, one row per trial and group.
 
+    A group is returned if its trials ran on at least three different numbers of nodes, such as 1, 2 and 4.
     The trials of a group have the same model, rate, ranks per node, sequence length and number of micro-batches.  In a
     group of kind ``weak``, they also have the same batch on each rank.  In a group of kind ``strong``, they have the
     same batch on all ranks together.  Column ``kind`` holds the kind, and ``title`` describes the group.

@@ -96,17 +96,17 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 def with_baseline(
     table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """Return ``table`` with new columns that hold, in each row, values of the baseline's row that belongs to it.
+    """Return ``table`` with new columns that hold values of the baseline.
+
+    Each row of the table is matched with the baseline's row that has equal cells in the columns ``on``, such as setting
+    and seed.  The new cells are copied from this row of the baseline; they are NaN if there is no such row.
+    If a setting has several baselines, a row is matched with the baseline that the row's cell ``beside`` names.
 
     Args:
         table: One row per trial.
         is_base: For each row, whether it belongs to a baseline.
-        on: Columns by which rows are matched: a row gets the values of the baseline's row with equal cells in these
-            columns.  If the baseline has no such row, the new cells are NaN.
-        columns: New columns, given as NEW="OLD": cells of the new column are copied from column OLD of the baseline's
-            row.
-
-    If a setting has several baselines, a row gets the values of the baseline that the row's cell ``beside`` names.
+        on: Names of the columns by which rows are matched.
+        columns: The new columns, given as NEW="OLD".  Column NEW holds the baseline's values of column OLD.
     """
     base, keys = table[is_base], [*on]
     if base[["setting", "configuration"]].drop_duplicates()["setting"].duplicated().any():
@@ -290,13 +290,13 @@ def short_names_in_words(names: Iterable[str]) -> str:
 def _peer_settings(trial: Trial) -> dict[str, str]:
     """Return the settings in which a library's trial differs from the usual settings, as texts by their names.
 
-    The settings and their usual values are:
+    These are the settings:
 
-    * the keys of DeepSpeed's configuration: only stage 3 is usual;
-    * ``compute``, the type of weights and activations: fp32;
-    * ``gradients``, the type in which FSDP2 reduces gradients: the type of ``compute``;
-    * ``group``, the ranks that FSDP2 shards over: all;
-    * ``buckets of``, the size of DDP's buckets of gradients: DDP's default.
+    * the keys of DeepSpeed's configuration; the only usual key is ``stage``, with the value 3;
+    * ``compute``, the type of weights and activations, which is usually fp32;
+    * ``gradients``, the type in which FSDP2 reduces gradients, which is usually the type of ``compute``;
+    * ``group``, the ranks that FSDP2 shards over, which are usually all ranks;
+    * ``buckets of``, the size of DDP's buckets of gradients, which is usually DDP's default.
     """
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}

@@ -68,8 +68,8 @@ class Frames:
     * ``disturbed``: whether ``taken_share`` is more than :data:`~harness.records.trial_record.OTHERS_WITHIN`;
     * ``beside``: the name of the baseline with which the configuration is compared, if its setting has several
       baselines; else empty;
-    * ``occasion``: the number of the occasion at which the trial ran, where sweeps that ran close together on one
-      machine share an occasion (:func:`occasions`);
+    * ``occasion``: the number of the occasion at which the trial ran.  Sweeps that ran close together on one machine
+      belong to the same occasion (:func:`occasions`);
     * ``place`` and ``first``: numbers by which tables order configurations, first by ``place``, then by ``first``.
 
     Args:
@@ -181,7 +181,7 @@ class Frames:
     def geometries(self, identity: str) -> list[UnitGeometry]:
         """Return the name, padded size and sharding of each unit (group of parameters) of a trial.
 
-        The results' lists of parameters are empty.
+        A :class:`UnitGeometry` also has a list of the unit's parameters; here this list is empty.
         """
         topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
@@ -260,7 +260,9 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     Raises a ReportError in these cases:
 
     * There is no such folder, or it holds no records.
-    * ``across_pools`` is false, and records differ in code or kernels, or records of one sweep differ in the machine.
+    * Without ``across_pools``: the records differ in the code.
+    * Without ``across_pools``: the records of one kind of device differ in the kernels.
+    * Without ``across_pools``: the records of one sweep differ in the machine.
     * The trial of a record, or the time at which it started or finished, cannot be parsed.
     * No ratio can be computed from a record.
 
@@ -295,8 +297,9 @@ def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_field
     Args:
         records: The records.
         model: The type of an entry; its fields are columns.
-        name: The name of the list, an attribute of each record or, with ``rank_fields``, of each rank of a record.
-        rank_fields: Fields of a rank that are columns, such as ``rank``.
+        name: The name of the attribute that holds the list.  Without ``rank_fields``, it is an attribute of a record.
+            With ``rank_fields``, it is an attribute of each rank of a record.
+        rank_fields: Fields of a rank that become columns, such as ``rank``.
     """
     values = operator.attrgetter(*model.model_fields)
     rows = []
@@ -521,10 +524,12 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 def _as_predicted(record: Record) -> bool | None:
     """Return whether the bytes that the ledger counted equal the predicted bytes; None if this is not known.
 
-    * False: the ledger differs from the prediction, or from what the record says about the two
-      (:func:`harness.records.record_checks.ledger_mismatch`).  Some messages may lack a prediction.
-    * True: all messages have a prediction, and there is no such difference.
-    * None: some or all messages lack a prediction, and there is no such difference.
+    :func:`harness.records.record_checks.ledger_mismatch` compares the two for all messages that have a prediction.  It
+    also checks the record's own statement on whether they are equal.
+
+    * False: the function finds a difference, or the record's statement is wrong.
+    * True: the function finds nothing, and all messages have a prediction.
+    * None: the function finds nothing, and some or all messages lack a prediction.
     """
     if record.predicted is None:
         return None

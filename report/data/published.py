@@ -55,8 +55,9 @@ def volume() -> pd.DataFrame:
 def total(strategy: str, configuration: str) -> float:
     """Return the bytes between nodes in a step of a strategy, by the rule of the ZeRO++ blog.
 
-    The bytes are in units of M, the bytes of all weights in 16 bits.  The rule is for presets: the result is NaN if
-    ``configuration`` changes the strategy, and for strategies that the rule does not mention.
+    The result is in units of M, where M are the bytes of all weights in 16 bits.  It is NaN for strategies that the
+    rule does not mention, and if ``configuration``, the printed name, shows changes to the strategy, as in
+    ``ZeRO++ (g int8:256)``.
     """
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan

@@ -34,7 +34,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 
     * ``baseline``: the id of the baseline's trial;
     * ``speedup``: the baseline's step time over the trial's step time;
-    * ``allowed``: the baseline's step time over the best possible step of the trial, a lower bound on its step time;
+    * ``allowed``: the largest speed-up that the trial could have.  This is the baseline's step time over the trial's
+      best possible step, a lower bound on the trial's step time;
     * ``bytes_ratio``: the trial's bytes between nodes over the baseline's bytes, as the ledgers count them;
     * ``interface_ratio``: the same ratio, as the nodes' interfaces count the bytes;
     * ``disturbed``: whether the trial or the baseline's trial was disturbed;

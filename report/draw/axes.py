@@ -43,11 +43,17 @@ def grid(
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure with ``rows`` x ``columns`` panels, and the panels as a list of rows.
 
-    ``heights`` are the heights of the rows in inches.  They include the panels' titles and axes if ``around`` is 0.
-    Otherwise they are the heights of the panels alone, and each panel gets ``around`` further inches for its title and
-    its x axis.  With ``share_y``, the panels of a row share their y axis.
     With a narrow ``style``, the figure shows all panels in one column, and no panels share an axis.  The returned list
-    has ``rows`` x ``columns`` panels in this case, too.
+    still has ``rows`` lists of ``columns`` panels.
+
+    Args:
+        style: The style of the figure.
+        rows: Number of rows.
+        columns: Number of columns.
+        heights: Heights of the rows in inches.
+        share_y: Whether the panels of a row share their y axis.
+        around: Inches that are added to each height for the panels' titles and x axes.  If it is 0, ``heights`` include
+            the titles and axes.
     """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
@@ -99,9 +105,12 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
 def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Iterable[float] = ()) -> None:
     """Make an axis logarithmic, with plain labels.
 
-    ``values`` are all values of the data along this axis.  If they are few, each value has a tick; a value that is too
-    near to a smaller value with a tick has none.  If there are many values, or none are given, ticks are at powers of
-    10.  An axis of less than three decades then also has ticks at 2 and 5 times each power of 10.
+    ``values`` are all values of the data along this axis.  They decide where the ticks are:
+
+    * There are few values: a tick is at each value.  A value has no tick if it is too near to a smaller value with a
+      tick.
+    * There are many values, or none are given: ticks are at powers of 10.  If the axis covers less than three decades,
+      ticks are also at 2 and 5 times each power of 10.
     """
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())

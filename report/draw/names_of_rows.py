@@ -50,9 +50,14 @@ def common_to(data: pd.DataFrame) -> str:
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
     """Return the names by which a sentence mentions the strategies ``some`` of libraries such as FSDP2.
 
-    If ``some`` has all strategies of a library that the figure shows (``shown``), and these are at least two, the
-    library's name stands for them: ``FSDP2`` stands for ``FSDP2`` and ``FSDP2, kept``.  All other strategies keep their
-    own names; a name with a comma is put in quotation marks.
+    ``shown`` are the strategies that the figure shows.
+
+    * The figure shows several strategies of a library, and ``some`` has all of them: the library's name stands for
+      them.
+    * All other cases: each strategy's own name is used, in quotation marks if it has a comma.
+
+    For example, let the figure show the strategies ``FSDP2`` and ``FSDP2, kept`` of the library FSDP2.  If ``some`` has
+    both, the result is ``FSDP2``.  If ``some`` has only the second, the result is ``"FSDP2, kept"``.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):

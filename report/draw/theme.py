@@ -68,8 +68,9 @@ class Style:
 def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
     """Return a look for each configuration, by name, from pairs (strategy, configuration).
 
-    The first configuration of a strategy has the strategy's colour and marker; the others have other shades of the
-    colour, other markers and dashes.
+    The first configuration of a strategy has the strategy's colour and marker.  The strategy's other configurations
+    take other shades of the colour, other markers and other dashes in turn.  Shades and dashes repeat after a few
+    configurations.
     """
     looks: dict[str, Look] = {}
     seen: Counter[str] = Counter()

@@ -197,17 +197,24 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-ups: how many times as fast each configuration reaches its baseline's final loss.
 
-    The first of these cases that applies to a configuration decides:
+    The first of these cases that applies to a configuration decides on the verdict:
 
-    * :func:`losses` gives a reason against a verdict on its loss (``why``): the verdict is ``inconclusive``.
-    * It does not reach the baseline's final loss: the verdict is ``not reached``, and there is no number.
-    * :class:`report.effects.equal_loss.EqualLoss` gives a reason why steps cannot be compared (``why``): the verdict is
+    * There is a reason against a verdict on the configuration's loss (``why`` in :func:`losses`).  The verdict is
       ``inconclusive``.
-    * All other cases: it has a net speed-up, with the usual verdicts on a ratio.
+    * The configuration does not reach the baseline's final loss.  The verdict is ``not reached``, and there is no
+      number.
+    * There is a reason why steps cannot be compared (``why`` in :class:`report.effects.equal_loss.EqualLoss`).  The
+      verdict is ``inconclusive``.
+    * All other cases.  There is a net speed-up, with the usual verdicts on a ratio.
 
-    Configurations without losses are left out.  Except in case ``not reached``, a configuration is also left out if
-    :func:`report.effects.net_speed.foremost` has no net speed-up of it, for example because no source has the seconds
-    of its steps.  If ``foremost`` has no net speed-up of any configuration, the dict is empty.
+    The dict lacks these configurations:
+
+    * Configurations that :func:`report.effects.net_speed.net_speeds` leaves out: baselines, and for example
+      configurations without losses, or with too few training steps.
+    * Configurations whose net speed-up :func:`report.effects.net_speed.foremost` does not know, for example because no
+      source has the seconds of their steps.  If their verdict is ``not reached``, they are in the dict nevertheless.
+
+    If ``foremost`` knows the net speed-up of no configuration, the dict is empty.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -224,10 +231,10 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """Return the memory in MiB that each configuration takes on the device of the rank that holds the most.
+    """Return the memory in MiB that each configuration takes on the device, by our engine's count.
 
-    Our engine counts this memory, and the value is the median over trials.  DDP, FSDP2 and DeepSpeed are left out,
-    because the count of a library's memory lacks gathered weights and local gradients.
+    A trial's memory is that of the rank that holds the most, and the value is the median over trials.  DDP, FSDP2 and
+    DeepSpeed are left out, because the count of a library's memory lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
@@ -254,8 +261,12 @@ def largest_models(derived: Derived) -> dict[Key, Effect]:
 
 
 def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
-    """Return, for each configuration, all ranks' tokens/s on the most nodes over their tokens/s on the fewest nodes.
+    """Return by how much each configuration's throughput grows from the fewest to the most nodes.
 
+    The throughput is the tokens/s of all ranks together.  For example, the effect is 1.8 if a configuration has 1.8
+    times as many tokens/s on 4 nodes as on 1 node.
+    Trials are compared within each group of :func:`report.data.bytes_and_memory.by_nodes`.  The numbers of nodes are
+    the smallest and the largest number on which all configurations of the group ran.
     Each entry is (kind, configuration, fewest nodes, most nodes, effect).  The kind is ``weak`` if every rank's batch
     stays the same, and ``strong`` if the batch of all ranks together stays the same.
     """

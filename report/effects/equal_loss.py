@@ -50,9 +50,10 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     nothing is extrapolated.
 
     The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
-    follows from the interval of the difference of the final losses, compared seed by seed.  For example, if the
-    difference has the interval 0.01 to 0.03 nats, the ends of the ratio's interval are the ratios for differences of
-    0.03 nats and of 0.01 nats.  If either of these ratios cannot be computed, the ratio has no interval.
+    follows from another interval: that of the difference of the final losses, which are compared seed by seed.  For
+    example, let the difference have the interval 0.01 to 0.03 nats.  Then the lower end of the ratio's interval is the
+    ratio if the losses differed by 0.03 nats, and the upper end is the ratio if they differed by 0.01 nats.  If either
+    end cannot be computed, the ratio has no interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for
@@ -96,7 +97,11 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         """Return the numbers of steps after which the configuration and the baseline reach the same loss.
 
         ``difference`` is an assumed value, in nats, of the configuration's final loss minus the baseline's final loss.
-        The steps to the higher of these two losses are counted.
+
+        * If it is positive, the configuration needs all of its steps.  The baseline needs the steps after which its
+          loss is its final loss plus ``difference``.
+        * If it is negative, the baseline needs all of its steps.  The configuration needs the steps after which its
+          loss is its final loss minus ``difference``.
         """
         return steps_to(0, -difference), steps_to(1, difference)
 

@@ -51,15 +51,19 @@ def losses(derived: Derived) -> tuple[Row, ...]:
     * ``id`` and ``baseline``: ids of the records of the configuration and its baseline, joined by spaces;
     * ``difference``: the loss minus the baseline's loss, compared seed by seed, with its interval;
     * ``margin``: by how many nats the loss may be higher than the baseline's;
-    * ``verdict``: whether the difference is within the margin (:func:`non_inferiority`), or ``too short: ...`` or
-      ``too few: ...`` if there are too few training steps or seeds for a verdict;
+    * ``verdict``: whether the difference is within the margin (:func:`non_inferiority`).  With too few training steps
+      for a verdict it is ``too short: ...``, and with too few seeds ``too few: ...``;
     * ``power``: the power of the test that gives the verdict;
     * ``target``: the baseline's mean loss plus the margin;
-    * ``reached``: the number of seeds that reach the target; ``seconds``: the median of their seconds to the target;
-    * ``gain``: the baseline's seconds to the target over the configuration's, if all seeds of both reach it.
+    * ``reached``: the number of seeds that reach the target;
+    * ``seconds``: the training seconds to the target, median over the trials that reach it
+      (:func:`~report.data.speedups.undisturbed`);
+    * ``gain``: the baseline's seconds to the target over the configuration's seconds; NaN unless all trials of both
+      reach the target.
 
-    The verdict is empty, and the difference, the power and the gain are NaN, for baselines and for configurations
-    that share no seed with their baseline.  If a setting has no baseline, the margin and the target are NaN, too.
+    Baselines have no verdict, and neither have configurations that share no seed with their baseline.  In their rows
+    ``verdict`` is empty, and ``difference``, ``power`` and ``gain`` are NaN.  If a setting has no baseline, ``margin``
+    and ``target`` are NaN, too.
     """
     trials = derived.trials.dropna(subset=["validation_loss"])
     trials = trials.assign(is_base=is_baseline(derived.trials)[trials.index])
@@ -216,8 +220,8 @@ def non_inferiority(difference: Interval, margin: float) -> str:
     verdict that applies is returned:
 
     * ``beyond the margin``: the interval of the difference lies above the margin.
-    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`: even a configuration that is equal
-      to the baseline would too rarely get the verdict ``within the margin``.
+    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`.  With so little power, even a
+      configuration that is equal to the baseline would too rarely get the verdict ``within the margin``.
     * ``within the margin``: the interval lies below the margin.
     * ``inconclusive``: the margin lies inside the interval.
 
@@ -281,12 +285,17 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
     """Return how many times as fast a configuration reaches a target loss as its baseline, with the interval.
 
-    This is the baseline's training seconds to the target over the configuration's (:func:`_seconds_to`), as a geometric
-    mean over pairs of trials with the same seed and occasion.  Disturbed pairs are left out, or kept if all pairs are
-    disturbed (:func:`~report.data.speedups.undisturbed`).  One interval is computed over occasions and another one over
-    seeds; the wider of the two is returned.
-    The ratio is NaN if any trial never reaches the target, since without such a slow trial its configuration would look
-    faster than it is.  The ratio is also NaN if the seconds of any trial are not known, or if there are no pairs.
+    A pair is a trial of the configuration and a trial of the baseline with the same seed and occasion.  Its ratio is
+    the baseline's training seconds to the target over the configuration's (:func:`_seconds_to`).  The result is a
+    geometric mean of the ratios.  Disturbed pairs are left out; if all pairs are disturbed, all are kept
+    (:func:`~report.data.speedups.undisturbed`).  One interval is computed over occasions and another one over seeds;
+    the wider of the two is returned.
+
+    The result is NaN in each of these cases:
+
+    * A trial never reaches the target.  If such a slow trial were left out, its configuration would look too fast.
+    * The seconds of a trial are not known.
+    * There are no pairs.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():
         return _NONE

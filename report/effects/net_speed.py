@@ -1,7 +1,13 @@
 """Computes net speed-ups: how many times as fast as its baseline a configuration reaches a loss, in training seconds.
 
-A net speed-up is the speed-up of a step (:mod:`report.effects.step_seconds`) times another ratio: the steps that the
-baseline needs to reach this loss, over the steps that the configuration needs (:mod:`report.effects.equal_loss`).
+A net speed-up is the product of two ratios:
+
+* the speed-up of a step (:mod:`report.effects.step_seconds`);
+* the number of steps that the baseline needs to reach the loss, over the number that the configuration needs
+  (:mod:`report.effects.equal_loss`).
+
+For example, a configuration whose steps are 1.5 times as fast, and which needs 1000 steps where the baseline needs 900,
+has the net speed-up 1.5 * 0.9 = 1.35.
 Formulas: docs/reference/metrics.md, Net speed-up.
 """
 
@@ -90,9 +96,9 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
     """Return the net speed-up of each configuration for the table of verdicts, by (setting, configuration).
 
-    If several sources have the seconds of a configuration's step, the net speed-up is computed from the first of them.
-    A configuration is left out in two cases: no source has its seconds, or the first source that does has them in
-    several settings, which may give different net speed-ups.
+    The net speed-up is computed from the first source that has the seconds of the configuration's step.  If this source
+    has them in several settings, the configuration is left out, because the settings may give different net speed-ups.
+    A configuration is also left out if no source has its seconds.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):

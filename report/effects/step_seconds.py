@@ -2,8 +2,8 @@
 
 A trial of another suite gives the seconds of a configuration's step under two conditions:
 
-* It does the same work (model, batch, ranks) with the same policy.
-* It ran on one node, over a link with a rate, or over a real network.
+* The trial does the same work (model, batch, ranks) with the same policy.
+* The trial ran on one node, or the link between its nodes was a real network or had a limited rate.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
     """Return the speed-ups of a step of trial ``own`` over a step of trial ``base``, from each source of seconds.
 
     ``own`` and ``base`` are ids of trials.  The sources are ``derived.sources``, in this order, and then the suite's
-    own records.  A source gives one speed-up for each of its settings in which it has the seconds of both steps; this
-    may be no setting at all.
+    own records.  A source gives one speed-up for each setting in which it has the seconds of both steps, and none if
+    there is no such setting.
+    From the suite's own records, the speed-up is that of the setting of ``own`` and ``base``.  If this setting gives
+    none, the suite's other settings with the same work are used.
     """
     trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
     found = list[StepSpeed]()
@@ -163,8 +165,8 @@ def _known(derived: Derived) -> pd.DataFrame:
     """Return the trials that trained, with the new columns ``work``, ``label`` and ``shaped``.
 
     ``work`` is a text that is equal for trials whose steps compute the same.  ``label`` is the name of the
-    configuration with all of its changes.  ``shaped`` says whether the trial's seconds may be used: it ran on one node,
-    over a link with a rate, or over a real network.
+    configuration with all of its changes.  ``shaped`` says whether the trial's seconds may be used.  They may be used
+    if the trial ran on one node, or if the link between its nodes was a real network or had a limited rate.
     """
     table, trial_of = derived.trials, derived.frames.trial_of
     shaped = table["rate_mbit"].notna() | table["nodes"].eq(1) | table["link_kind"].isin(_REAL)
@@ -202,10 +204,10 @@ def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
-    """Return the speed-ups of a configuration's step over its baseline's step, as the records ``source`` measured them.
+    """Return the speed-ups of a configuration's step over its baseline's step, from the records ``source``.
 
-    There is one speed-up for each setting of these records in which the configuration and its baseline both ran, with
-    the same work (model, batch, ranks) as ``trial``.
+    There is one speed-up for each setting of these records that meets two conditions: the configuration and its
+    baseline both ran in this setting, and their work (model, batch, ranks) was that of ``trial``.
 
     Args:
         source: The records.
@@ -239,10 +241,11 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
     """Return the speed-up of trial ``own`` over trial ``base`` that a machine's model of steps predicts, in a list.
 
     The list is empty if the model cannot predict the step of one of the trials.
-    A machine file may have several fits of the model to the calibration's measurements.  The estimate is from the first
-    fit.  The interval covers the speed-ups from all fits.  It is widened by two standard deviations of the
-    calibration's errors, which are taken as independent for the two steps.  If there is one fit, and the machine
-    file gives no such errors, both ends of the interval equal the estimate.
+    A calibration measures steps on the machine, and the model is fitted to these measurements.  A machine file may have
+    several fits.  The estimate is from the first fit, and the interval covers the speed-ups from all fits.
+    The file may also give the spread of the fitted model's errors.  Then the interval is widened by two standard
+    deviations of the ratio's error; the errors of the two steps are taken as independent.  If there is one fit, and the
+    file gives no spread, both ends of the interval equal the estimate.
     """
     machine = source.machine
     assert machine is not None  # noqa: S101  # the caller has looked
@@ -270,8 +273,9 @@ def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime 
 
     Returns None in each of these cases:
 
-    * The trial does not use our engine: DDP, FSDP2 or DeepSpeed trains the model, even if our collectives send the
-      messages, or a single process does.
+    * DDP, FSDP2 or DeepSpeed trains the model.  This includes trials in which our collectives send the library's
+      messages.
+    * A single process trains the model.
     * The work of the step, or the bytes that a node sends in the step, are not known.
     """
     machine, trial = source.machine, derived.frames.trial_of[identity]

@@ -232,8 +232,8 @@ def _costs(derived: Derived) -> pd.DataFrame:
 
     * ``m``: the bytes between nodes in a step, divided by the number of micro-batches and by M, the bytes of one
       all-gather of the model in 16 bits;
-    * ``vnmse``: the largest of the errors from end to end at the last measured step: that of the gradients, that of the
-      weights and, with hpZ, that of the weights from hpZ's copy;
+    * ``vnmse``: the largest error from end to end at the last measured step.  Gradients and weights have such errors
+      and, with hpZ, also the weights from hpZ's copy;
     * ``excess``: the loss minus the baseline's loss, in nats.
     """
     trials, errors = derived.trials, derived.sent_errors

@@ -93,8 +93,10 @@ def _pairs(derived: Derived) -> pd.DataFrame:
 def _at_one_rate(derived: Derived, known: str, *, least_nodes: int = 1) -> pd.DataFrame:
     """Return the pairs of trials (:func:`_pairs`) without those that can be compared over several link rates.
 
-    Figures over rates show the pairs that are left out (:func:`_over_rates`).  Settings on fewer than ``least_nodes``
-    nodes are left out, too, and settings in which no pair has a value in the column named by ``known``.
+    Figures over rates show the pairs that are left out (:func:`_over_rates`).  Two kinds of settings are left out, too:
+
+    * settings on fewer than ``least_nodes`` nodes;
+    * settings in which no pair has a value in column ``known``, such as ``speedup``.
     """
     rows = _pairs(derived)
     rows = rows.drop(speedups.several_rates(rows).index)

@@ -33,18 +33,21 @@ _three_digits: Final = number(3)
 def on_fewest_bytes(head: Head) -> list[str]:
     """Return sentences on the configuration that sends the fewest bytes at a loss as low as the baseline's.
 
-    Which losses are low enough, and what is said, depends on the suite:
+    If the suite asks for bytes, a loss is low enough if it equals the baseline's in every digit.
 
-    * The suite asks for bytes: a loss is low enough if it equals the baseline's in every digit.
-    * The suite asks for losses: a loss is low enough if it is not significantly higher than the baseline's.  If there
-      is no such loss, losses that are higher within the margin are low enough.  If a single configuration sends the
-      fewest bytes, a sentence on its net speed-up follows.
-    * The suite asks for losses and varies several fields of the policy one at a time: there is a sentence for each of
-      these fields instead, on the configurations that change this field alone.  There must be two or more fields that
-      are the only change of at least :data:`_FEWEST` configurations each.
+    If the suite asks for losses, a loss is low enough if it is not significantly higher than the baseline's.  If there
+    is no such loss, losses that are higher within the margin are low enough.  The sentences depend on the fields of the
+    policy that configurations change:
+
+    * At least two fields are varied one at a time.  A field is varied if at least :data:`_FEWEST` configurations change
+      this field and no other.  There is at most one sentence for each such field, on the configurations that change
+      only this field.
+    * All other cases.  There is one sentence on all configurations.  If a single configuration sends the fewest bytes,
+      a sentence on its net speed-up follows, if this is known.
 
     The list is empty in each of these cases:
 
+    * No loss is low enough.
     * The suite asks for another quantity.
     * Configurations are compared in several settings, or with several baselines.
     * The suite asks for losses, and there are too few configurations for a front of bytes and loss
@@ -225,10 +228,10 @@ def on_net_speed(head: Head) -> list[str]:
 
 
 def on_libraries(head: Head) -> list[str]:
-    """Return, as a list of one, the sentence on the loss of the configuration that DDP, FSDP2 or DeepSpeed trained.
+    """Return a list with the sentence on the loss of a library's configuration, if the suite has exactly one of them.
 
-    The list is empty if the suite does not ask for losses, if these libraries together trained no configuration or
-    several, or if the page's first sentence is about the configuration.
+    A library is DDP, FSDP2 or DeepSpeed.  The list is empty if the suite does not ask for losses, if none or several of
+    its configurations are trained by libraries, or if the page's first sentence is about this configuration already.
     """
     trials = head.derived.finished
     strategies = dict(zip(trials["configuration"], trials["strategy"], strict=True))

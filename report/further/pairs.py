@@ -32,15 +32,17 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
     The counterparts are those that :func:`report.effects.counterparts.one_field` finds.  If it finds none, they are
     those of :func:`report.effects.counterparts.of_preset`.
 
-    * The first list has one sentence, on one configuration's difference from its counterpart.  This is usually the
+    * The first list has one sentence.  It states one configuration's difference from its counterpart, usually the
       largest significant improvement (:func:`report.sentence.foremost`).  If no difference is significant, the sentence
       says so.
-    * The second list has sentences on the bytes, the memory and the net speed-up of the same configuration.  A sentence
-      for each of a few other configurations with the same counterpart follows.  The list is empty if no difference is
-      significant.
+    * The second list begins with sentences on the bytes, the memory and the net speed-up of the same configuration.  It
+      goes on with a sentence for each other configuration that has the same counterpart, if these are few.  The list is
+      empty if the first list's difference is not significant.
 
-    Both lists are empty if there are no counterparts.  They are also empty if no difference from a counterpart has an
-    interval, although the difference of the page's first sentence has one.
+    Both lists are empty in each of these cases:
+
+    * There are no counterparts, or the differences from them are not known.
+    * Verdicts are possible on the difference in the page's first sentence, but on no difference from a counterpart.
     """
     if (found := one_field(head.derived)) is not None:
         among = f"where only {_NAMES.get(found.shared, f'policy.{found.shared}')} differs, "

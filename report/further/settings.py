@@ -32,8 +32,10 @@ def between_settings(head: Head) -> list[str]:
     """Return the sentence that compares the difference in a page's first sentence with its value in another setting.
 
     The first sentence states how much a configuration differs from its baseline in one setting.  The other setting is
-    the one in which this difference is farthest from its value in the first setting.  For losses, the two differences
-    are subtracted seed by seed.  For step times, the two speed-ups are divided for each seed and repeat.
+    the one in which this difference is farthest from its value in the first setting.  For example, the sentence says
+    ``ZeRO++'s speed-up over ZeRO-3 is 1.50 times as large with 50 Mbit/s as with 400 Mbit/s``.
+    For losses, the two differences are subtracted seed by seed.  For step times, the two speed-ups are divided for each
+    seed and repeat.
 
     The list is empty in each of these cases:
 

@@ -159,8 +159,11 @@ def on_bytes(head: Head) -> list[str]:
 
     The configuration is the one that the page's first sentence is about.
 
-    The list is empty if the error has an interval and does not differ significantly from the baseline's, or if the
-    bytes equal the baseline's.
+    The list is empty in each of these cases:
+
+    * The page's first sentence is not about errors.
+    * A verdict on the error is possible, and the error does not differ significantly from the baseline's.
+    * The bytes equal the baseline's, or are not known.
     """
     differs = head.top.effect.significant or not head.top.known
     difference = head.difference("bytes", head.key) if head.kind == "error" and differs else None

@@ -44,8 +44,8 @@ def escaped(value: str) -> str:
 def tabular(table: Table) -> str:
     """Return a table as LaTeX's ``tabular`` environment, without a float or a caption.
 
-    A line that names a setting precedes the rows of this setting.  The titles of columns are broken into lines.  No
-    line is wider than the widest of the column's cells and the words of its title.
+    A line that names a setting precedes the rows of this setting.  The title of a column is broken into lines that are
+    no wider than the column's widest cell, or than the longest word of the title if this is wider.
     """
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []

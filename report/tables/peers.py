@@ -61,9 +61,10 @@ def peers(derived: Derived) -> Table:
 def ours_over_peers(derived: Derived) -> dict[str, list[Interval]]:
     """Return, for each setting, our speed-ups over the best configuration of each library.
 
-    There is one speed-up for each of our configurations and each library.  A library is represented by the
-    configuration over which the speed-up is smallest.  If any of our configurations sent over gloo alone, as libraries
-    do, only the speed-ups of such configurations are returned.
+    There is one speed-up for each of our configurations and each library.  It is over the library's configuration that
+    gives the smallest speed-up.
+    On CPUs, libraries send over gloo alone.  Therefore only the speed-ups of our configurations that also send over
+    gloo alone are returned.  If there are none, the speed-ups of all our configurations are returned.
     """
     rows = peers(derived).data
     if rows.empty:

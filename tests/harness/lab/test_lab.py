@@ -19,6 +19,7 @@ from harness.lab.formats import Unit, agreement, budget_lines, choose_codecs, me
 from harness.lab.snapshot import take
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, Trial
+from tests.report.records import ending_at
 
 TINY = Trial(
     strategy="zeropp", cluster=Cluster(rate=None), model=Model(name="gpt-tiny"), sequence=16,
@@ -164,6 +165,20 @@ def test_the_ranking_is_compared_with_committed_losses(snapshot: Path) -> None:
     assert (ranks.codecs, ranks.seeds) == (7, 6)
     with pytest.raises(Refusal, match="a rank correlation needs at least 5"):
         agreement(codecs[:2], Path(__file__).parent)
+
+
+def test_losses_of_unlike_settings_are_not_ranked_together() -> None:
+    """Records of two models, or of two numbers of nodes, are two sets, also with equal strategy, codecs and rate."""
+    trials = [
+        TINY,
+        TINY.model_copy(update={"seed": 7}),
+        TINY.model_copy(update={"model": Model(name="gpt-small")}),
+        TINY.model_copy(update={"cluster": Cluster(nodes=4, rate=None)}),
+    ]
+    losses = formats._losses([ending_at(trial, 3.0) for trial in trials])
+    first, seed, model, nodes = (kind for kind, *_ in losses)
+    assert first == seed
+    assert len({first, model, nodes}) == 3
 
 
 def test_the_commands_print_a_table(snapshot: Path) -> None:

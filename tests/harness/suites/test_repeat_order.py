@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
 import pytest
 
-from harness.suites.repeat_order import LEAST, MOST, Repeats
+from harness.suites.repeat_order import LEAST, MOST, Repeats, interleave
 from harness.suites.suite import Suite, SuiteError
+from harness.suites.trial import Trial
 from tests.harness.suites.test_suite_file import HEAD, Read, read
 
 __all__ = ["read"]  # a fixture
+STRATEGIES: Final = ("zero3", "zeropp", "qwz", "qgz", "hpz")
 
 
 def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
@@ -29,6 +35,32 @@ def test_repeats_are_a_number_or_a_width(value: object, repeats: Repeats) -> Non
     """Repeats are a whole number, or a share of the ratio with a limit, which has a default."""
     assert Repeats.parse(value) == repeats
     assert str(repeats.most) in str(repeats)
+
+
+@pytest.mark.parametrize("settings", [1, 2, 3])
+@pytest.mark.parametrize(
+    "strategies", [STRATEGIES[:count] for count in range(1, len(STRATEGIES) + 1)], ids=len
+)
+def test_each_configuration_has_each_place_equally_often(strategies: Sequence[str], settings: int) -> None:
+    """In each setting, a configuration's mean place is the middle in every two repeats: linear drift cancels."""
+    trials = [
+        Trial(strategy=name, tokens_per_rank=128 * (1 + number))
+        for number in range(settings)
+        for name in strategies
+    ]
+    count, places = len(strategies), Counter[tuple[int, str, int]]()
+    for pair in range(count):
+        sums = Counter[tuple[int, str]]()
+        for repeat in (2 * pair, 2 * pair + 1):
+            run = [*interleave(trials, repeat)]
+            assert {trial.repeat for trial in run} == {repeat}
+            for index, trial in enumerate(run):
+                key = trial.tokens_per_rank, trial.strategy
+                places[*key, index % count] += 1
+                sums[key] += index % count
+        assert set(sums.values()) == {count - 1}
+    assert len(places) == settings * count**2
+    assert set(places.values()) == {2}
 
 
 def test_a_further_sweep_changes_no_trial_of_those_before(read: Read) -> None:
