@@ -284,7 +284,7 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
         counts = policy.phase_counts(trial.warmup, trial.warmup + trial.steps)
         return [(count, policy.phases[number], []) for number, count in counts.items()]
     kinds, phases = Counter[tuple[int, bool]](), policy.phases
-    before, since = -1, 0  # the phase of the last step, and the steps since weights themselves were sent
+    before, since = -1, 0  # the phase of the last step, and the steps since whole weights were sent
     for index in range(trial.warmup + trial.steps):
         number = policy.phase_at(index)
         now = phases[number]

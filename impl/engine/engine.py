@@ -200,7 +200,7 @@ class Zero:
 
         A policy may send weights as differences from earlier weights, of which each rank keeps a copy.  After a failed
         pass these copies may differ between ranks.  Therefore, when the weights have changed, the next gather sends
-        the full values of the weights, not differences.
+        whole weights, not differences.
 
         A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as running.
         """

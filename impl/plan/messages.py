@@ -62,7 +62,7 @@ def message_bytes(
     In two cases the result is an upper bound:
 
     - With a budget, each unit's codec is chosen during training.  The bound holds for any choice of codecs.
-    - With differences and ``refresh=0``, the first step sends the full values of the weights, and later steps send only
+    - With differences and ``refresh=0``, the first step sends whole weights, and later steps send only
       the differences between the weights and hpZ's copy.  The buffers of the first step are counted too.
 
     Args:

@@ -492,7 +492,7 @@ class _Seconds:
 
         With ``again``, the weights are gathered from hpZ's copy if the policy has hpZ.
         """
-        # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
+        # A policy with differences sends whole weights only in the first step; any other step is modelled.
         sends = in_phase(policy, phase, "copy" if again else "differences")
         hops = gather_hops(policy, self._topology, unit.shard, sends)
         if not hops:  # a user's own gather

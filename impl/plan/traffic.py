@@ -262,7 +262,7 @@ def predict(
     - ``changed`` (``Zero.weights_changed``): all weights change.
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
     - ``dropped`` (``Zero.drop_gradients``): if the policy sends differences between the weights and hpZ's copy, the
-      next gather that would send differences sends the full values of the weights.  A user's own gather is told that
+      next gather that would send differences sends whole weights.  A user's own gather is told that
       the weights were loaded.
 
     With offload, data is copied between host and device:
@@ -426,8 +426,7 @@ class _Sender:
     gathered: bool = False  # whether the weights are still gathered since an earlier event
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
-    # Number of optimizer steps since the weights themselves were sent.  If None, the next gather sends the weights
-    # themselves, even if the policy sends differences.
+    # Number of optimizer steps since whole weights were sent.  If None, the next gather sends whole weights, even if the policy sends differences.
     steps: int | None = None
     change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
@@ -436,7 +435,7 @@ class _Sender:
 
         The copies are the gathered weights, hpZ's copy, and the encoded weights of an offloaded master on the device.
 
-        After the event ``changed`` the next gather sends the full values of the weights, not the differences between
+        After the event ``changed`` the next gather sends whole weights, not the differences between
         the weights and hpZ's copy.
         """
         self.gathered = self.current = self.uploaded = False
@@ -449,8 +448,8 @@ class _Sender:
     def follow(self, policy: Policy) -> None:
         """Count, from now on, the messages that ``policy`` sends.
 
-        If ``policy`` gathers weights in another way than the policy before, the next gather sends the full values of
-        the weights.  It sends neither hpZ's copy of the weights, nor the differences between the weights and this copy.
+        If ``policy`` gathers weights in another way than the policy before, the next gather sends whole
+        weights.  It sends neither hpZ's copy of the weights, nor the differences between the weights and this copy.
         """
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
@@ -492,11 +491,11 @@ class _Sender:
         """Returns what the next gather sends: ``copy``, ``differences`` or ``weights``.
 
         - If hpZ's copy holds the current weights: ``copy``.
-        - If the policy does not send differences: ``weights``, the full values of the weights.
+        - If the policy does not send differences: ``weights``, so that whole weights are sent.
         - If the policy sends differences: ``differences``, the weights minus hpZ's copy.  But the result is ``weights``
           if the field ``steps`` is None, or if it has reached the policy's ``refresh`` (0: never).
 
-        ``steps`` counts the optimizer steps since full values were sent.  In the third case, this method sets it to 0
+        ``steps`` counts the optimizer steps since whole weights were sent.  In the third case, this method sets it to 0
         when the result is ``weights``.
         """
         if self.current:

@@ -671,9 +671,9 @@ class Policy:
     def gathering(self) -> tuple[object, ...]:
         """The values of all fields that decide how weights are gathered.
 
-        A schedule may change these values from one step to the next.  The next gather then sends the full values of the
-        weights, as at the start of training.  It sends neither hpZ's copy of the weights, nor the differences between
-        the weights and this copy.
+        A schedule may change these values from one step to the next.  The next gather then sends whole weights, as at
+        the start of training.  It sends neither hpZ's copy of the weights, nor the differences between the weights and
+        this copy.
         """
         if self.own_gather is not None:
             return (self.gather,)

@@ -66,7 +66,7 @@ class SecondaryShard:
             self.copies *= hop.axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # the version of the weights in the frames, while CURRENT
-        # The optimizer step at the last gather of the weights themselves; None if the next gather must send the
+        # The optimizer step at the last gather of whole weights; None if the next gather must send whole
         # weights instead of differences.
         self.begun: int | None = None
         self._settled: int | None = None  # torch's version of the master whose values the copies have
@@ -97,7 +97,7 @@ class SecondaryShard:
         ``change`` says why, and decides what the next gather may send:
 
         - ``stepped``: an optimizer has stepped the masters; the gather may send differences;
-        - ``loaded``: the masters were loaded, or written by a user; the gather sends the weights themselves;
+        - ``loaded``: the masters were loaded, or written by a user; the gather sends whole weights;
         - ``unchanged``: the weights are the same, and are only sent anew; the gather may send differences, which are 0.
         """
         self._version = None
@@ -107,7 +107,7 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Let no gather send differences from the kept copy until a gather has sent the weights themselves.
+        """Let no gather send differences from the kept copy until a gather has sent whole weights.
 
         To be called if ranks may keep different copies, for example after a gather that was interrupted on some ranks
         only.
@@ -156,7 +156,7 @@ class SecondaryShard:
         self._frames = memory[: self.nbytes]
 
     def forget(self) -> None:
-        """Make the next gather send the weights themselves, because the memory of the copy has arbitrary content."""
+        """Make the next gather send whole weights, because the memory of the copy has arbitrary content."""
         self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:

@@ -437,7 +437,7 @@ class Unit:
         """Gather weights and reduce gradients with policy ``number`` of the schedule from now on.
 
         ``number`` is an index of ``Policy.phases``.  No pass may be running.  If this policy gathers weights in another
-        way than the policy before, the next gather sends the weights themselves: it uses neither hpZ's copy nor
+        way than the policy before, the next gather sends whole weights: it uses neither hpZ's copy nor
         differences.
         """
         policy, gather = self._phases[number], self._gathers[number]

@@ -20,7 +20,7 @@ _LABEL_CHARACTERS: Final = 48
 def occasions_in_words(count: int) -> str:
     """Return caption text on whether the intervals of times include differences between occasions.
 
-    They do if the trials ran at several occasions.  An occasion is a boot of a machine, or a run more than an hour
+    They do if the trials ran at several occasions.  An occasion is a start of a machine, or a run more than an hour
     apart from others, and ``count`` is the number of occasions.  The text is empty if ``count`` is 0.
     """
     if count == 0:

@@ -35,3 +35,13 @@ def test_a_panel_of_seconds_needs_timed_trials(ranks: Literal["processes", "thre
     found = set(learning._curves(derive(frames_of(trials)))["panel"])
     assert len(found) == panels
     assert any("seconds" in panel for panel in found) == (ranks == "processes")
+
+
+def test_a_trial_whose_last_step_has_no_error_shows_no_earlier_one() -> None:
+    """Errors are those of the last measured step; if all of them are 0, the figure has no point of this trial."""
+    rows = [("a", 0, 0.5), ("a", 8, 0.0), ("b", 0, 0.5), ("b", 8, 0.25)]
+    errors = pd.DataFrame(rows, columns=["id", "step", "vnmse"]).assign(
+        purpose="gradients", repeated=1, hop=float("nan")
+    )
+    shown = learning._sent(SimpleNamespace(sent_errors=errors))
+    assert shown[["id", "end_to_end"]].to_numpy().tolist() == [["b", 0.25]]
