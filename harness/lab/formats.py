@@ -315,8 +315,9 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 
     The losses are the last validation losses in a suite's records.  Records whose gradients have different codecs in
     the two hops are left out.  The other records are divided into sets: the records of a set have the same setting
-    (model, batch, ranks, link and so on), strategy and changes of the policy, except for the codec of the gradients.  Only the set with
-    the most measured codecs is used.  The confidence interval comes from 2000 bootstrap samples of the seeds.
+    (model, batch, ranks, link and so on), strategy and changes of the policy, except for the codec of the gradients.
+    Only the set with the most measured codecs is used.  The confidence interval comes from 2000 bootstrap samples of
+    the seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.

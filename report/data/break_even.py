@@ -182,7 +182,7 @@ def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, 
     """Return one value for each pair of trials, by (seed, repeat).
 
     ``values`` has a value for each row of ``pairs``.  If several rows have the same seed and repeat, the value of the
-    last row counts.  This happens, for example, if trials ran again with another time limit.
+    last row counts, as in speed-ups.
     """
     rows = zip(pairs["seed"], pairs["repeat"], values, strict=True)
     return {(seed, repeat): value for seed, repeat, value in rows}

@@ -51,20 +51,6 @@ def found_in(records: list[Record]) -> BreakEven:
     return found
 
 
-def test_of_repeated_pairs_the_last_counts() -> None:
-    """Trials that ran again with another time limit replace the earlier ones, as they do in speed-ups."""
-    again = [
-        changed(
-            record_of(Trial.from_canonical(record.trial | {"timeout_seconds": 9.0})),
-            ranks=record.ranks,
-            link=record.link,
-            order=100 + record.order,
-        )
-        for record in records_over({50: 3.0, 200: 0.4})
-    ]
-    assert found_in([*records_over({50: 2.0, 200: 0.5}), *again]).crossings == found_in(again).crossings
-
-
 def test_a_clean_curve_has_one_crossing_between_the_rates_around_it() -> None:
     """On a logarithmic axis: a speed-up of 2 at 50 and of a half at 200 cross at 100, to within the noise."""
     found = found_in(records_over({25: 3.0, 50: 2.0, 200: 0.5, 800: 0.4}))

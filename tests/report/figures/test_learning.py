@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pandas as pd
 import pytest
@@ -43,5 +44,6 @@ def test_a_trial_whose_last_step_has_no_error_shows_no_earlier_one() -> None:
     errors = pd.DataFrame(rows, columns=["id", "step", "vnmse"]).assign(
         purpose="gradients", repeated=1, hop=float("nan")
     )
-    shown = learning._sent(SimpleNamespace(sent_errors=errors))
+    derived: Any = SimpleNamespace(sent_errors=errors)
+    shown = learning._sent(derived)
     assert shown[["id", "end_to_end"]].to_numpy().tolist() == [["b", 0.25]]
