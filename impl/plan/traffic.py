@@ -426,8 +426,8 @@ class _Sender:
     gathered: bool = False  # whether the weights are still gathered since an earlier event
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
-    # Number of optimizer steps since whole weights were sent.  If None, the next gather sends whole weights, even if the
-    # policy sends differences.
+    # Number of optimizer steps since whole weights were sent.  If None, the next gather sends whole weights, even if
+    # the policy sends differences.
     steps: int | None = None
     change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
