@@ -226,24 +226,28 @@ SENT_ERROR: Final = Figure(
 
 
 def _costs(derived: Derived) -> pd.DataFrame:
-    """Return one row for each trial whose bytes and error are both known and above 0.
+    """Return one row for each trial of the configurations whose bytes and error are both known and above 0.
 
-    Settings in which fewer than :data:`_FEWEST` configurations have such trials are left out.  The columns are:
+    Often only the first repeat of a configuration measures errors.  Its further repeats have rows too, with NaN as
+    error, because their seconds count in the panel of seconds.  Settings in which fewer than :data:`_FEWEST`
+    configurations have rows are left out.  The columns are:
 
     * ``m``: the bytes between nodes in a step, divided by the number of micro-batches and by M, the bytes of one
       all-gather of the model in 16 bits;
-    * ``vnmse``: the largest error from end to end at the last measured step.  Gradients and weights have such errors
-      and, with hpZ, also the weights from hpZ's copy;
+    * ``vnmse``: the largest error from end to end at the last measured step; NaN if the trial measured none, or 0.
+      Gradients and weights have such errors and, with hpZ, also the weights from hpZ's copy;
     * ``excess``: the loss minus the baseline's loss, in nats.
     """
     trials, errors = derived.trials, derived.sent_errors
     last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
+    largest = last.groupby("id")["vnmse"].max()
     trials = trials.assign(
         m=trials["sent_bytes"] / trials["m_bytes"],
-        vnmse=trials["id"].map(last.groupby("id")["vnmse"].max()),
+        vnmse=trials["id"].map(largest[largest.gt(0)]),
         excess=_excess(derived, trials),
     )
-    trials = trials[trials["m"].gt(0) & trials["vnmse"].gt(0)]
+    known = trials.groupby(["setting", "configuration"])["vnmse"].transform("count").gt(0)
+    trials = trials[trials["m"].gt(0) & known]
     enough = trials.groupby("setting")["configuration"].transform("nunique") >= _FEWEST
     return trials[enough][[*OF_TRIAL, "occasion", "disturbed", "m", "vnmse", "excess", "step_seconds"]]
 

@@ -47,3 +47,36 @@ def test_a_trial_whose_last_step_has_no_error_shows_no_earlier_one() -> None:
     derived: Any = SimpleNamespace(sent_errors=errors)
     shown = learning._sent(derived)
     assert shown[["id", "end_to_end"]].to_numpy().tolist() == [["b", 0.25]]
+
+
+def test_seconds_are_of_all_trials_and_not_only_of_those_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The figure of costs has the seconds of repeats that measured no error; a configuration without errors is left
+    out.
+    """
+    names = ["a", "b", "c", "d", "without"]
+    trials = pd.DataFrame(
+        {
+            "id": f"{name}{repeat}",
+            "configuration": name,
+            "setting": "",
+            "repeat": repeat,
+            "sent_bytes": 100.0,
+            "m_bytes": 50.0,
+            "step_seconds": 1.0 + repeat,
+        }
+        for name in names
+        for repeat in (0, 1, 2)
+    )
+    trials = trials.reindex(columns=dict.fromkeys([*trials, *learning.OF_TRIAL, "occasion", "disturbed"]))
+    errors = pd.DataFrame({"id": [f"{name}0" for name in names], "vnmse": [0.1, 0.2, 0.3, 0.4, 0.0]}).assign(
+        purpose="gradients", repeated=1, hop=float("nan"), step=8
+    )
+    monkeypatch.setattr(learning, "_excess", lambda _derived, trials: pd.Series(float("nan"), trials.index))
+    derived: Any = SimpleNamespace(trials=trials, sent_errors=errors)
+    shown = learning._costs(derived)
+    assert sorted(shown["id"]) == [f"{name}{repeat}" for name in "abcd" for repeat in (0, 1, 2)]
+    assert shown.groupby("configuration")["step_seconds"].mean().eq(2.0).all()
+    assert shown.set_index("id")["vnmse"].dropna().to_dict() == {"a0": 0.1, "b0": 0.2, "c0": 0.3, "d0": 0.4}
+    assert shown["m"].eq(2.0).all()
