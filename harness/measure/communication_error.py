@@ -233,7 +233,7 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gather all weights twice, as for a forward pass and as for a backward pass; all ranks must call this.
 
-    Call this only inside a rehearsal (:mod:`harness.runs.reference_checks`), which restores the engine's state
+    Call this only inside a rehearsal (:mod:`harness.reference_checks`), which restores the engine's state
     afterwards, because each gather may change the state of a user's own gather.
 
     Returns:
@@ -477,7 +477,7 @@ def measured_steps(total: int) -> frozenset[int]:
 
 
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
-    """Choose at random the step before which :mod:`harness.runs.reference_checks` checks the engine's messages.
+    """Choose at random the step before which :mod:`harness.reference_checks` checks the engine's messages.
 
     ``seed`` and ``repeat`` determine the choice, so that repeats of a trial may check different steps.  The step lies
     in the second half of the trial's ``total`` steps, because a fault that begins during training shows in late steps.

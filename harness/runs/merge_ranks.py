@@ -25,8 +25,9 @@ from harness.records.trial_record import (
     Step,
     Validation,
 )
+from harness.reference_checks.comparison import Compared, TrialError
+from harness.reference_checks.single_process import TOLERANCE, same_loss
 from harness.runs.rank_trial import Outcome
-from harness.runs.reference_checks import TOLERANCE, Compared, TrialError, same_loss
 from harness.suites.trial import Trial
 from impl.policy.policy import Policy
 

@@ -2,7 +2,7 @@
 
 A rank does the following, in this order:
 
-1. It sets up the model, and compares it with a single process (:mod:`harness.runs.reference_checks`).
+1. It sets up the model, and compares it with a single process (:mod:`harness.reference_checks`).
 2. It runs the warm-up steps, and waits for the other ranks at a barrier.
 3. It runs the timed steps, and waits at a second barrier.  Validations and comparisons between these steps are not
    timed, and their messages are not counted.
@@ -57,7 +57,8 @@ from harness.records.trial_record import (
     StepsSent,
     Validation,
 )
-from harness.runs.reference_checks import Compared, Comparison
+from harness.reference_checks import muon_step
+from harness.reference_checks.comparison import Compared, Comparison
 from harness.strategies import optimizers
 from harness.strategies.strategy import Books, Sharded, Strategy, prepare, shard_model
 from harness.strategies.training_loop import TrainingLoop, collect
@@ -220,7 +221,7 @@ class TrialRun:
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
         if (zero := self.strategy.zero) is not None:
-            checks.matrix = self.comparison.watched_matrix(zero, self.loop.optimizer)
+            checks.matrix = muon_step.watch(trial, zero, self.loop.optimizer)
             compare = self.comparison.compare_drawn_step
             checks.compare = partial(compare, strategy=self.strategy, zero=zero)
         # All ranks built the same model.  From here on, each rank draws random numbers of its own, as for dropout.
@@ -487,7 +488,7 @@ class TrialRun:
         zero, matrix = self.strategy.zero, self.checks.matrix
         if zero is not None and matrix is not None and matrix.drawn == index:
             with self._untimed():
-                wrong = self.comparison.after_step(index, self.strategy, zero, matrix)
+                wrong = muon_step.compare_step(self.trial, index, zero, matrix)
             self.checked.wrong = self.checked.wrong or wrong
         if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
             self.checked.waited = (self.checked.waited or 0.0) + now - waited

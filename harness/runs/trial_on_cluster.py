@@ -88,9 +88,9 @@ class TrialRunner:
             A copy of ``blank`` with the ranks' measurements, or with the failure.
         """
         # These modules import torch, which a suite whose trials are all on record does not need.
+        from harness.reference_checks.comparison import TrialError
         from harness.runs.merge_ranks import assemble
         from harness.runs.rank_trial import Assignment, run
-        from harness.runs.reference_checks import TrialError
 
         try:
             link = self._link(trial, on_progress)

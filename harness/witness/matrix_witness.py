@@ -2,8 +2,8 @@
 
 In every step, each rank checks its part of the matrix: between two steps nothing may change the weights or the
 momentum, and the momentum must follow Muon's formula.  In one step, chosen at random, the rank also records its part of
-the weights, the momentum and the gradient.  :mod:`harness.runs.reference_checks` gathers these parts from all ranks,
-and computes this step again with ``torch.optim.Muon``.
+the weights, the momentum and the gradient.  :mod:`harness.reference_checks.muon_step` gathers these parts from all
+ranks, and computes this step again with the formula of ``torch.optim.Muon``.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
 from harness.measure.step_clock import StepClock
 from harness.records.trial_record import Validation
+from harness.reference_checks.comparison import TrialError
 from harness.runs import rank_trial
 from harness.runs.rank_trial import Assignment, Outcome, TrialRun, run
-from harness.runs.reference_checks import TrialError
 from harness.strategies import optimizers
 from harness.strategies.strategy import Sharded
 from harness.suites.trial import Trial

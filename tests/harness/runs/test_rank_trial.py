@@ -19,15 +19,14 @@ from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import LaunchError, run_ranks
 from harness.measure.cpu_usage import busy_seconds
-from harness.measure.gradient_bounds import GradientError
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.trial_record import AdapterCounters, LedgerRow, Record, Validation
+from harness.reference_checks.comparison import TrialError
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run
-from harness.runs.reference_checks import Compared, Comparison, TrialError, compares_first
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
@@ -556,29 +555,6 @@ def test_a_repeat_is_compared_with_a_single_process_in_its_drawn_step(text: str,
     assert "before training" not in further.check_cpu_seconds
 
 
-@pytest.mark.parametrize(
-    ("strategy", "changes", "expected"),
-    [
-        ("zeropp", {}, False),
-        ("zeropp", {"repeat": 0}, True),
-        ("zeropp", {"warmup": 0}, True),  # a timed step would be the process's first
-        ("zeropp", {"policy": {"differences": "int4:64", "secondary_format": "bf16"}}, True),
-        ("zeropp", {"policy": {"feedback": "loco"}}, True),
-        ("zeropp", {"policy": {"compute": "fp16", "loss_scale": "dynamic"}}, True),
-        ("ddp", {}, True),
-        ("ddp+qgz", {}, True),
-        ("fsdp2", {}, True),
-    ],
-)
-def test_what_the_drawn_step_cannot_show_is_compared_before_training(
-    text: str, strategy: str, changes: dict[str, Any], expected: bool
-) -> None:
-    """The first repeat, peers, policies whose drawn step is not compared, and trials without warm-up are compared."""
-    changed = trial(text, strategy, **{"repeat": 1, **changes})
-    assert compares_first(changed, 4) == expected
-    assert compares_first(changed, None)
-
-
 def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:
     """If only 16 bytes of every gradient message are sent, the ledger still equals the prediction, but the comparison
     of reduced gradients fails, on any link.
@@ -697,12 +673,3 @@ def test_every_policy_everywhere(text: str, tmp_path: Path, strategy: str, nodes
     cluster = {"nodes": nodes, "ranks_per_node": per_node}
     record = result(trial(text, strategy, cluster=cluster, validate_every=1), tmp_path / "log")
     assert record.predicted.equal
-
-
-def test_a_skipped_step_is_not_compared() -> None:
-    """Of a drawn step whose gradients have overflowed, no gradient is judged; those of other steps still are."""
-    comparison = object.__new__(Comparison)
-    errors = [GradientError("unit", 1, 2.0, math.inf, 1.0, 1.0, step=step) for step in (0, 3)]
-    comparison.compared = Compared(gradient_errors=errors)
-    comparison.forget_step(3)
-    assert comparison.compared.gradient_errors == errors[:1]

@@ -10,9 +10,9 @@ import pytest
 from harness.records import record_checks
 from harness.records.sent_by_step import in_runs
 from harness.records.trial_record import Record, StepsSent
+from harness.reference_checks.comparison import TrialError
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.predict import per_node_bytes
-from harness.runs.reference_checks import TrialError
 from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive

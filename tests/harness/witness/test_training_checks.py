@@ -24,8 +24,8 @@ from harness.measure import communication_error
 from harness.measure.communication_error import BF16_VNMSE, GROWTH, growth, refusal
 from harness.measure.step_clock import StepClock
 from harness.records.trial_record import CommunicationError
+from harness.reference_checks.comparison import TrialError
 from harness.runs.rank_trial import Assignment, Outcome, run
-from harness.runs.reference_checks import TrialError
 from harness.strategies.strategy import Sharded
 from harness.suites.trial import Trial
 from harness.witness.training_checks import wrong_kernel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.runs.reference_checks import TrialError
+from harness.reference_checks.comparison import TrialError
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from tests.harness.runs.test_rank_trial import assembled, outcomes, result
