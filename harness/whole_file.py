@@ -1,8 +1,8 @@
 """Writes files completely or not at all, by writing temporary files first and then renaming them.
 
-The temporary files are in a hidden folder beside the targets (:func:`temporary_folder`).  A process that is killed
-leaves its hidden folder there, and the next process that writes a file to the same place removes it.  This module does
-not import torch.
+The temporary files are in a hidden folder, which is in the same folder as the files to write
+(:func:`temporary_folder`).  A process that is killed leaves its hidden folder behind, and the next process that writes
+a file into the same folder removes this hidden folder.  This module does not import torch.
 """
 
 from __future__ import annotations

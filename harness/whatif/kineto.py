@@ -232,8 +232,8 @@ def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
     numbers = [mark.name.removeprefix(STEP) for mark in marks]
     if len(marks) < 2 or not all(number.isdecimal() for number in numbers):
         raise Refusal(
-            f"{path}: has {len(marks)} complete steps (events with names such as ProfilerStep#3), and needs two or "
-            "more: profile with schedule(active=5), and call profiler.step() after each step"
+            f"{path}: the number of complete steps (events with names such as ProfilerStep#3) is {len(marks)}, and two "
+            "or more are needed: profile with schedule(active=5), and call profiler.step() after each step"
         )
     steps = [
         Step(int(number), mark.thread, mark.begin, mark.end)

@@ -137,9 +137,9 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() was called while {unused} masters (fp32 shards of weights) have gradients that no optimizer "
-                "has used: gradients are not saved; save after the step of every optimizer, or drop the gradients with "
-                "model.zero_grad()"
+                f"save() was called, but no optimizer has used the gradients of {unused} of the masters (fp32 shards "
+                "of weights): gradients are not saved; save after the step of every optimizer, or drop the gradients "
+                "with model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more, or None to keep all checkpoints")
@@ -164,7 +164,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             return None, ""
         if others := wire.mesh.claim(str(folder.resolve())):
             raise CheckpointError(
-                f"{folder}: {others} of this job save their checkpoints in this folder too: use another folder"
+                f"{folder}: is already the folder of the checkpoints of {others} of this job: use another folder"
             )
         return None, disk.begin(folder).name
 
@@ -315,8 +315,8 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
 
     Raises:
         CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete or altered, or has
-            another version, another model or other optimizers.  The model and the optimizers are then unchanged.  They
-            may have changed only if the disk failed while values were read.
+            another version, another model or other optimizers.  The model and the optimizers are then unchanged.  If
+            instead the disk fails later, while values are read, a part of the values may have been loaded already.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)

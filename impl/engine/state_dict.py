@@ -82,9 +82,10 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     The value must be a dense tensor with data, and must have the shape of ``held``.  Types may differ:
 
     - From one floating-point type to another, values are rounded, but no finite value may become infinite.
+    - A complex buffer takes values of every type.
     - In every other conversion, all values must stay equal.
-    - A tensor with one byte for each element is refused for a parameter, unless it is of a floating-point type.  It
-      would hold quantised codes, and their scales are missing.
+    - A parameter takes no integers or booleans of one byte, even if their values stay equal: they are probably
+      quantised codes, whose scales are missing.
     """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
@@ -231,8 +232,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     given = _under_all_names(held, state)
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
-            f"the names of state and model differ: {len(odd)} names are in only one of the two, such as {odd[0]!r}; "
-            "load a state dict with the names of model.state_dict()"
+            f"the names of state and model differ: {odd[0]!r} is in only one of the two (such names: {len(odd)}); load "
+            "a state dict with the names of model.state_dict()"
         )
     _load(model, units, held, given)
 

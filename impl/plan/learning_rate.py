@@ -22,6 +22,9 @@ class Schedule:
     is ``floor + (1 - floor) (1 - p)``.  With a cosine decay it is ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  With
     either decay, the last step and every step after it have the factor ``floor``.
 
+    These formulas hold with ``as_deepspeed=False``.  With True, the schedule is DeepSpeed's, which applies only after
+    the first step.
+
     Raises ValueError: if ``warmup`` is negative; if ``warmup`` is larger than ``steps`` and there is a decay; or if
     ``start`` or ``floor`` is outside [0, 1].
     """

@@ -1,4 +1,4 @@
-"""Figures of losses, of the errors of messages, and of the error, loss and time that fewer bytes cost."""
+"""Figures of losses, of the errors of messages, and of what sending fewer bytes costs in error, loss and time."""
 
 from __future__ import annotations
 

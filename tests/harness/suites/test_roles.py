@@ -53,16 +53,16 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
         ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }',
-            "match both baseline and contrast",
+            "baseline and contrast both match 4 trials",
         ),
         ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
         (
             'baseline = { strategy = "zero3", tokens_per_rank = 64 }',
-            "3 of 5 other trials have no baseline in their setting, the first with tokens_per_rank = 128",
+            "matches no trial in the setting of 3 of 5 other trials, the first with tokens_per_rank = 128",
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "some baseline trials have tokens_per_rank = 128, and no trial of the contrast does: add such a trial",
+            "some baseline trials have tokens_per_rank = 128, and no trial of the contrast does: add a trial",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_setting_may_have_several_baselines(read: Read) -> None:
         (
             "6",
             ', "int6:128"',
-            r"and a trial with .* differs from two of them in equally many fields; let the baseline match only",
+            r"and a trial of .* differs from two of them in equally many fields; let baseline match only one",
         ),
         (
             '"until 2 %"',
