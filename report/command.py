@@ -394,6 +394,10 @@ def _existing_folder(suite: str, results: Path) -> Path:
 
     Raises a Refusal if there is no such folder; the message lists the suites that have results.
     """
+    if not suite:
+        raise Refusal(
+            f"no suite given: name a suite ({results} holds {suites_in(results)}) or a results folder"
+        )
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
         raise Refusal(

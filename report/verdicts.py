@@ -332,8 +332,8 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
     """Return a row's entries for one quantity in the table's data: the value, the verdict and the printed text.
 
     The keys are columns of the table.  For the speed-up they are ``speedup``, ``speedup_verdict`` and ``_speedup``.
-    ``is_base`` says whether the row is a baseline's.  In such a row, the verdict is ``baseline``, and the value is 1 for
-    a ratio, 0 for a difference, and otherwise the baseline's own value.
+    ``is_base`` says whether the row is a baseline's.  In the row of a baseline, the verdict is ``baseline``, and the
+    value is 1 for a ratio, 0 for a difference, and otherwise the baseline's own value.
     """
     value = effect.value if effect is not None else Interval(math.nan, math.nan, math.nan, 0)
     verdict, mark = "not measured", ""
@@ -361,6 +361,9 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
     * The effect has no interval, or has a reason against a verdict (``why``).
     * The effect's seconds were measured at one occasion, which says nothing about another occasion.
+
+    If the interval was predicted for a certain computation time of a step, a further entry
+    ``expected_at_compute_seconds`` holds this time.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:

@@ -283,9 +283,7 @@ def _meet(channel: Channel) -> int | None:
     if "status" in session:
         return int(session["status"])
     if not place.waits and session["nonces"][place.node] != channel.nonce:
-        raise ChannelError(
-            "the store holds messages of another run with the same token; start the run again on all nodes"
-        )
+        raise ChannelError("the store holds messages of another run with the same token")
     channel.begin(session["nonces"])
     return None
 

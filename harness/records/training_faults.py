@@ -317,7 +317,8 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
                 before, other = seen[digest]
                 if other == rank:
                     yield f"rank {rank} read in step {step} a batch that it had read in an earlier step, {before}"
-                yield f"rank {rank} read in step {step} the batch that rank {other} read in step {before}"
+                else:
+                    yield f"rank {rank} read in step {step} the batch that rank {other} read in step {before}"
             seen[digest] = (step, rank)
 
 

@@ -580,11 +580,10 @@ def _difference(trial: Trial, others: Sequence[Trial]) -> str:
     fields of the configuration are not compared.
     """
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
-    mine, fewest = dict(flatten(kept)), list[str]()
-    for other in others:
-        theirs = dict(flatten(other.canonical()))
-        differing = [path for path, value in mine.items() if theirs.get(path) != value]
-        fewest = differing if not fewest or len(differing) < len(fewest) else fewest
+    mine = dict(flatten(kept))
+    theirs = [dict(flatten(other.canonical())) for other in others]
+    differing = [[path for path, value in mine.items() if fields.get(path) != value] for fields in theirs]
+    fewest = min(differing, key=len)
     return ", ".join(f"{path} = {as_written(path, mine[path])}" for path in fewest)
 
 

@@ -349,9 +349,8 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
         if optimizers:
             masters.load(parts.manifest.optimizers, parts, group)
         elif parts.manifest.optimizers:
-            dropped = [
-                f"state of {len(parts.manifest.optimizers)} optimizers: load() was given no optimizers"
-            ]
+            saved = len(parts.manifest.optimizers)
+            dropped = [f"states of optimizers (number saved: {saved}): load() was given no optimizers"]
         return [*dropped, *_take_run(zero, parts)], None
 
     (parts, masters), _ = together(
@@ -440,7 +439,7 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
             codes = parts.tensors(mesh.rank % unit.geometry.shards, "codes")
             WholeValues(unit).load_codes(codes[unit.geometry.name])
     if len(manifest.files) != mesh.topology.world:
-        yield f"random states: saved by {len(manifest.files)} ranks, here {mesh.topology.world}"
+        yield f"random states: the number of ranks was {len(manifest.files)}, and is {mesh.topology.world} here"
         return
     states = parts.tensors(mesh.rank, "random")
     torch.set_rng_state(states["torch"])

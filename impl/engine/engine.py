@@ -512,10 +512,23 @@ class Zero:
         Raises:
             ZeroError: if the names, shapes or types in the state do not fit; the engine is then unchanged.
         """
+        if missing := {"step", "micro_batch"} - state.keys():
+            raise ZeroError(
+                f"state has no {' and no '.join(sorted(missing))}: load a state that communication_state() has returned"
+            )
         unit_states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
             unit_states[name][entry] = tensor
+        known = {
+            "",
+            *(unit.geometry.name for unit in self.units),
+        }  # "" has the entries of no unit, such as the step
+        if unknown := sorted(unit_states.keys() - known):
+            raise ZeroError(
+                f"state has entries of unit {unknown[0]!r}, which this model does not have: load a state that was "
+                "saved with the same model"
+            )
         numel = state["budget"].numel() if "budget" in state else 0
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:

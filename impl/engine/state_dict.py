@@ -81,8 +81,8 @@ def check_value(name: str, held: Tensor, value: object) -> None:
 
     The value must be a dense tensor with data, and must have the shape of ``held``.  Types may differ:
 
-    - From one floating-point type to another, values are rounded, but no finite value may become infinite.
-    - A complex buffer takes values of every type.
+    - From one floating-point or complex type to another, values are rounded, but no finite value may become infinite.
+      A complex buffer also takes real values, under the same rules.
     - In every other conversion, all values must stay equal.
     - A parameter takes no integers or booleans of one byte, even if their values stay equal: they are probably
       quantised codes, whose scales are missing.
@@ -104,6 +104,10 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if not isinstance(held, nn.Parameter):
         check_repeated(name, held, value)
     dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are fp32
+    kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
+    if dtype.is_complex:  # both parts of a complex number are checked as real numbers
+        dtype = dtype.to_real()
+        value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
     if value.is_floating_point() and dtype.is_floating_point:
         if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
             narrowing = Narrowing(dtype)
@@ -113,8 +117,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
         return
     # A parameter with one byte for each element is quantised, and its scales are not in this tensor.
     codes = isinstance(held, nn.Parameter) and value.itemsize == 1
-    if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
-        kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
+    if codes or not _same(value.to(dtype).to(value.dtype), value):
         raise ZeroError(
             f"state {name!r} is {kind}, expected {wanted}: convert it to {wanted} before loading, and dequantise it if "
             "it has quantised codes; loading it as it is would change values, or take codes for values"

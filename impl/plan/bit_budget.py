@@ -155,8 +155,8 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
             elements += times * sum(pieces)
         if not names:
             raise PolicyError(
-                f"budget '{policy.budget}' has no unit to choose a codec for: all units are frozen or "
-                "persistent; remove budget, or lower memory.persist_below"
+                f"budget '{policy.budget}' has no unit to choose a codec for: all units are frozen or persistent; "
+                "remove budget, train some parameters, or lower memory.persist_below"
             )
         initial, bits = sum(size[0] for size in sizes), getattr(policy.budget, purpose)
         limit = bytes_within(bits, elements) if bits else initial

@@ -766,4 +766,6 @@ def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
     ``pairs`` has a pair (name, id) for each record.
     """
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
-    return "; ".join(f"{name}: {labels.counted(size, 'record')}, such as {first}" for name, size, first in ids.itertuples())
+    return "; ".join(
+        f"{name}: {labels.counted(size, 'record')}, such as {first}" for name, size, first in ids.itertuples()
+    )

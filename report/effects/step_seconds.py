@@ -84,7 +84,9 @@ def unmatched(derived: Derived, source: StepSource) -> str:
         return source.missing
     wanted = _known(derived)
     has = _known(source.derived)
-    if wanted.empty or has.empty:
+    if wanted.empty:
+        return "cannot be used: no trial of this suite trained"
+    if has.empty:
         return "has no trial that trained"
     if wanted["work"].isin(has["work"]).any():
         shared = wanted.merge(has[has["shaped"]], on=["work", "label"])
@@ -132,10 +134,9 @@ def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
     derived = derive(frames, tuple(sources))
     for source in sources if steps.folders else ():
         if why := unmatched(derived, source):
-            raise ReportError(
-                f"--seconds {source.name}: {why}; name a suite that trains the same model with the same batch, ranks "
-                "and policies"
-            )
+            other = "name a suite that trains the same model with the same batch, ranks and policies"
+            way_out = "remove --seconds" if _known(derived).empty else other
+            raise ReportError(f"--seconds {source.name}: {why}; {way_out}")
     return derived
 
 

@@ -1,4 +1,4 @@
-"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, with published throughputs in further rows."""
+"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, followed by published throughputs."""
 
 from __future__ import annotations
 

@@ -157,7 +157,9 @@ def test_weights_can_be_loaded_without_optimizers(mesh: Mesh, tmp_path: Path) ->
     """The result says that the optimizers' state was dropped; loading a state that was not saved is refused."""
     written(mesh, tmp_path, EXACT, NET)
     run = Run(mesh, EXACT, NET)
-    assert load(tmp_path, run.zero).dropped == ("state of 1 optimizers: load() was given no optimizers",)
+    assert load(tmp_path, run.zero).dropped == (
+        "states of optimizers (number saved: 1): load() was given no optimizers",
+    )
     save(tmp_path, run.zero)
     with pytest.raises(
         CheckpointError, match=r"the number of saved optimizers is 0, but load\(\) was given 1"
