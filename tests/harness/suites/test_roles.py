@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.suites.expand_suite import _difference
 from harness.suites.repeat_order import nearest_baselines
 from harness.suites.suite import Suite, SuiteError
 from tests.harness.suites.test_suite_file import HEAD, Read, read
@@ -70,6 +71,15 @@ def test_what_names_no_two_groups_is_refused(keys: str, message: str, read: Read
     """The refusal is one line with the key."""
     with pytest.raises(SuiteError, match=message):
         suite_of(read, keys)
+
+
+def test_an_equal_trial_is_the_most_similar_one(read: Read) -> None:
+    """The fields of an error are those of the most similar trial, also if other trials follow it."""
+    first, *others = suite_of(read, "").trials
+    assert {trial.tokens_per_rank for trial in others} == {64, 128}
+    assert _difference(first, others) == ""
+    longer = [trial for trial in others if trial.tokens_per_rank == 128]
+    assert _difference(first, longer) == "tokens_per_rank = 64"
 
 
 _CODECS = """
