@@ -389,8 +389,8 @@ def show(
     elif bench_record.holds(folder):
         if as_json or as_csv:
             raise Refusal(
-                f"{folder} holds a benchmark's records: {given[0]} is for records of trials; remove it, or read the "
-                "JSON files in the folder"
+                f"{folder} holds a benchmark's records: {given[0]} is for records of trials; leave {given[0]} out, "
+                "or read the JSON files in the folder"
             )
         from report.bench_page import show as show_bench
 
@@ -727,8 +727,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status:
 
         - 0 if all went well.
-        - 1 if trials failed, if planned trials cannot run here, if a check found a broken law or expectation, or after
-          an unexpected error.
+        - 1 if trials failed, if planned trials cannot run here, or after an unexpected error.  Also if ``zeropp check``
+          found a broken law (a property that a codec or a class declares), ``zeropp audit`` an expectation that is
+          broken or could not be checked, ``zeropp compare`` a result that got worse, or ``zeropp report --check`` a
+          difference.
         - 2 if the input was refused.
         - 130 after Ctrl-C.
         - ``zeropp audit`` returns the exit status of the audited program if this program fails.

@@ -172,7 +172,7 @@ def _combinations(suite: Suite, rows: int) -> str:
 
     - ``4 combinations`` if each runs with one seed;
     - ``4 combinations x 6 seeds`` if each runs with the same 6 seeds;
-    - ``4 combinations, 20 with all their seeds,`` if their numbers of seeds differ, for example 6, 6, 6 and 2.
+    - ``4 combinations, 20 with all their seeds,`` if their numbers of seeds differ, for example 6 + 6 + 6 + 2 = 20.
 
     Args:
         suite: The suite.
@@ -189,7 +189,7 @@ def _combinations(suite: Suite, rows: int) -> str:
 def _too_short(forecasts: Sequence[Forecast]) -> str:
     """Return a sentence if a suite's validation losses cannot be compared, for lack of steps or of seeds.
 
-    Returns an empty text if there are enough of both, or if no trial measures a validation loss.
+    Returns an empty text if there are enough steps and enough seeds, or if no trial measures a validation loss.
     """
     validated = [f.trial for f in forecasts if f.trial.validate_every is not None]
     if not validated:

@@ -110,8 +110,8 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
         rows: Values by key.
         columns: The columns to print, in order.
         out: Where to print.
-        whole: Words on where to find the columns that do not fit, such as ``calls.csv has all``.  They are printed
-            after the names of these columns.
+        whole: Says where the reader finds all columns, such as ``calls.csv has all``.  If columns do not fit and are
+            left out, this text is printed after the names of these columns.
     """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown, same = list[Column](), list[str]()

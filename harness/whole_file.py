@@ -1,8 +1,8 @@
 """Writes files completely or not at all, by writing temporary files first and then renaming them.
 
-The temporary files are in a hidden folder beside the targets (:func:`temporary_folder`).  A process that is killed
-leaves its hidden folder there, and the next process that writes a file to the same place removes it.  This module does
-not import torch.
+The temporary files are in a hidden folder, which is in the same folder as the files to write
+(:func:`temporary_folder`).  A process that is killed leaves its hidden folder behind, and the next process that writes
+a file into the same folder removes this hidden folder.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+_OF_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _PREFIX: Final = ".zeropp-unfinished-"  # long, so that no folder of a user has this name
 
 
@@ -36,7 +37,7 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
         FileExistsError: If ``new`` is true and a target exists when the block ends.  Then no target is written.
         OSError: If a file cannot be written.
     """
-    with contextlib.ExitStack() as stack:
+    with _naming(targets), contextlib.ExitStack() as stack:
         folders: dict[Path, Path] = {}  # temporary folder by the target's folder
         paths: dict[Path, Path] = {}  # temporary file by the file that it becomes
         yielded = []
@@ -57,6 +58,20 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(there[0]))
         for target, path in paths.items():
             path.replace(target)
+
+
+@contextlib.contextmanager
+def _naming(targets: Sequence[Path]) -> Iterator[None]:
+    """Context that adds the paths of ``targets`` to an error of a full or broken disk, in which the system names none.
+
+    Other errors stay as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_DISKS:
+            raise
+        raise OSError(error.errno, error.strerror, ", ".join(map(str, targets))) from error
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
 """Offers a quantised all-gather and reduce-scatter as plain functions, for code that does not use the engine.
 
-They can be called from FSDP, from a DDP communication hook, or from a script::
+The functions can be called from FSDP, from a DDP communication hook, or from a script::
 
     mesh = zeropp.mesh(nodes=2, ranks_per_node=4)
     weights = zeropp.quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
     mean = zeropp.quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
 
-All ranks of the mesh must call them with equal shapes and options.  The mesh may also be torch's ``DeviceMesh``, a
-process group or a topology.  Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared
-memory, and to read its ledger of bytes.  Without a wire, each call makes a new wire.
+All ranks of the mesh must make the same calls, with equal shapes and options.  The mesh may also be torch's
+``DeviceMesh``, a process group or a topology.  Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers
+and shared memory, and to read its ledger of bytes.  Without a wire, each call makes a new wire.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def quantized_all_gather(
     Args:
         x: (...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back to it.
         codec: the codec of the values, e.g. ``int8:2048``.
-        mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
+        mesh: the ranks that take part, in any form that :meth:`Mesh.of` accepts.
         gather: ``hierarchical`` sends every rank's values once to each other node, and then passes them on inside that
             node.  ``flat`` is the backend's own all-gather over all ranks, usually a ring.
         wire: the wire that sends the messages; by default a new wire.
@@ -161,7 +161,7 @@ def quantized_reduce_scatter(
             to it.
         codecs: a pair: first the codec of the hop inside nodes, then the codec of the hop between nodes.  A single
             codec is used for both hops, or for the only hop of ``one_hop`` and ``ring``.
-        mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
+        mesh: the ranks that take part, in any form that :meth:`Mesh.of` accepts.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
         chunks: the number of chunks into which each rank's part is cut.  While one chunk is sent between nodes,
             the next chunk is sent inside them.
@@ -243,7 +243,7 @@ def _check_plain(name: str, x: Tensor, mesh: Mesh) -> None:
     if x.layout != torch.strided or x.is_nested:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise ValueError(
-            f"{name} is a {layout} tensor: pass a dense one, such as {name}.to_dense() of a sparse tensor"
+            f"{name} is a {layout} tensor, not a dense one: convert it first, a sparse tensor with {name}.to_dense()"
         )
     if mesh.device not in (x.device, torch.device(x.device.type)):
         raise ValueError(f"{name} is on {x.device}, but the mesh is on {mesh.device}: move {name} there")

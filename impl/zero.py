@@ -97,7 +97,9 @@ def shard(
         WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.
     """
     if not isinstance(policy, Policy):
-        raise ZeroError(f"policy is a {type(policy).__name__}: expected a zeropp.Policy")
+        raise ZeroError(
+            f"policy has type {type(policy).__name__}: pass a zeropp.Policy, such as zeropp.preset('zeropp')"
+        )
     mesh = Mesh.of(mesh)
     check_shapes(model)
     check_plain(model)

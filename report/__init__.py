@@ -56,7 +56,7 @@ def load(where: str | Path) -> pd.DataFrame:
     parts += [_of_folder(folder) for folder in folders if folder.name not in suites]
     if not parts:
         raise frames.ReportError(
-            f"{path}: there are no records and no archives; `zeropp run SUITE` writes them"
+            f"{path}: there are no records and no archives; run a suite with `zeropp run SUITE`, which writes records"
         )
     return pd.concat(parts, ignore_index=True)
 

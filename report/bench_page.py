@@ -207,10 +207,10 @@ KINDS: Final[dict[Kind, Measured]] = {
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
     """Return one table for each kind of benchmark (codec, collective, step, hops) that occurs in the records.
 
-    Each row is for one configuration in one setting (``where``).  In the tables of some kinds, it is also for one size,
-    such as a number of elements.  The row combines all such samples, from all records: for each measured quantity, it
-    holds the median over all rounds of these samples, with its interval.  The column ``id`` holds the ids of the
-    records that have such samples, joined by spaces.
+    Each row is for one configuration in one setting (``where``) and, in the tables of some kinds, for one size, such as
+    a number of elements.  The row combines all samples of this configuration, setting and size, from all records: for
+    each measured quantity, it holds the median over all rounds of these samples, with the median's interval.  The
+    column ``id`` holds the ids of the records from which the samples come, joined by spaces.
     """
     tables = []
     for name, kind in KINDS.items():

@@ -1,4 +1,4 @@
-"""Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
+"""Builds the report of a results folder, inside this folder: ``report.html``, ``figures/`` and ``tables/``.
 
 A new report is first written into a hidden folder inside the results folder.  So the previous report stays if the disk
 is full or the writing is interrupted.  Then the new files are renamed one by one, and replace those of the previous

@@ -110,10 +110,11 @@ def report(
     steps = _steps_from(seconds or [], machine, rate, results)
     if archives := sorted(path for path in folder.glob(f"*{archive.SUFFIX}") if not path.is_dir()):
         if requested or explain or steps:
-            many = f"{folder} holds {len(archives)} archives"
+            many = f"{folder} holds archives ({len(archives)})"
             needing = "--columns, --explain, --seconds and --machine"
             raise Refusal(
-                f"{many}: {needing} need the records of one suite; name its results folder, or remove these options"
+                f"{many}: {needing} need the records of one suite; name the results folder of a suite, or remove these "
+                "options"
             )
         _build_archives(archives, width, forms)
         return
@@ -294,7 +295,7 @@ def build_report(
 
 
 def report_after_run(folder: Path) -> None:
-    """Build a suite's page, and print its path and, on standard error, the sentences in its head.
+    """Build a suite's page, print the page's path, and print the sentences at its top on standard error.
 
     The page is not built again if this version of the code has already built it from the same records
     (:mod:`report.stamp`).
@@ -393,6 +394,10 @@ def _existing_folder(suite: str, results: Path) -> Path:
 
     Raises a Refusal if there is no such folder; the message lists the suites that have results.
     """
+    if not suite:
+        raise Refusal(
+            f"no suite given: name a suite ({results} holds {suites_in(results)}) or a results folder"
+        )
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
         raise Refusal(

@@ -161,8 +161,8 @@ def on_largest(
 def on_peers(found: Sequence[Interval]) -> str:
     """Return the sentence on our engine's speed-ups over DDP, FSDP2 and DeepSpeed.
 
-    ``found`` has at least one speed-up.  Each is over the fastest configuration of one library that uses the same data
-    types (:func:`report.tables.peers.ours_over_peers`).
+    ``found`` has at least one speed-up.  Each compares one of our configurations with the fastest configuration of a
+    library, among the library's configurations with the same data types (:func:`report.tables.peers.ours_over_peers`).
     """
     verdicts: list[Verdict] = [_over_peer(each) for each in found]
     ratios = [each.estimate for each in found]

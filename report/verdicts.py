@@ -172,14 +172,15 @@ _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
 
 
 def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
-    """Return the keys of the effects that were measured, for configurations that are compared with a baseline."""
+    """Return the keys in ``found`` whose effect was measured and whose configuration is compared with a baseline."""
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
 def _has_values(derived: Derived, found: Mapping[Key, Effect]) -> bool:
     """Return whether a quantity's column has a number or a text in any row that is not a baseline's.
 
-    ``found`` are the effects on the quantity.  There are none, for example, for the seconds of ranks that are threads.
+    ``found`` are the effects on the quantity.  The column has no values, for example, if the quantity is step time and
+    the ranks were threads, whose steps are not timed.
     """
     own = [effect for key, effect in found.items() if key[1] in derived.compared.contrast]
     return any(effect.text or not math.isnan(effect.value.estimate) for effect in own)
@@ -249,7 +250,8 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
 def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quantity]) -> list[str]:
     """Return the notes below the table: on intervals, on trials that were left out, and on cells without a mark.
 
-    Each note is one or a few sentences; a note may be empty.
+    Each note is one or a few sentences; a note may be empty.  ``data`` are the table's values, and ``shown`` the
+    quantities that have a column.
     """
     one_value = "error" in shown and data[f"{shown['error'].key}_verdict"].eq("one value").any()
     columns = [
@@ -330,6 +332,8 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
     """Return a row's entries for one quantity in the table's data: the value, the verdict and the printed text.
 
     The keys are columns of the table.  For the speed-up they are ``speedup``, ``speedup_verdict`` and ``_speedup``.
+    ``is_base`` says whether the row is a baseline's.  In the row of a baseline, the verdict is ``baseline``, and the
+    value is 1 for a ratio, 0 for a difference, and otherwise the baseline's own value.
     """
     value = effect.value if effect is not None else Interval(math.nan, math.nan, math.nan, 0)
     verdict, mark = "not measured", ""
@@ -357,6 +361,9 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
     * The effect has no interval, or has a reason against a verdict (``why``).
     * The effect's seconds were measured at one occasion, which says nothing about another occasion.
+
+    If the interval was predicted for a certain computation time of a step, a further entry
+    ``expected_at_compute_seconds`` holds this time.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:

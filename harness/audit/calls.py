@@ -309,9 +309,9 @@ class Line:
 def lines(calls: Calls, step: int) -> list[Line]:
     """Return the report's rows for a step: the calls of all ranks, where equal calls of several ranks share a row.
 
-    Calls are equal if they agree in all fields but the group's name and the peer, and if their groups have the same
-    size and the same place (:meth:`Topology.place`).  Rows are sorted by phase and, within a phase, by bytes, most
-    bytes first.
+    Calls of two ranks are equal if all of this holds: they have the same :class:`Key`, except for the group's name and
+    the peer; they have the same :class:`Count`; and their groups have the same size, and lie in the same way on the
+    nodes (:meth:`Topology.place`).  Rows are sorted by phase and, within a phase, by bytes, most bytes first.
     """
     found: dict[tuple[Any, ...], list[tuple[int, Key, Group]]] = defaultdict(list)
     for rank in calls.ranks:

@@ -93,9 +93,10 @@ class Expectation:
         )
 
     def holds(self, value: float, bound: float) -> bool:
-        """Return whether the measured ``value`` satisfies the expectation, which compares it with ``bound``.
+        """Return whether the measured ``value`` satisfies the expectation.
 
-        The comparison is ``<=``, ``>=`` or ``==``; ``==`` allows 1 % of difference.
+        ``bound`` is the expectation's number, converted to the unit of ``value``.  The two are compared by the
+        expectation's relation ``<=``, ``>=`` or ``==``; ``==`` allows 1 % of difference.
         """
         match self.relation:
             case "<=":

@@ -122,7 +122,10 @@ def count_parameters(name: str) -> int:
         with torch.device("meta"):
             model = make() if not isinstance(make, torch.nn.Module) else make
     if not isinstance(model, torch.nn.Module):
-        raise Refusal(f"--model {name}: returned {type(model).__name__}, but expected a torch.nn.Module")
+        raise Refusal(
+            f"--model {name}: returned {type(model).__name__}, but expected a torch.nn.Module; name a function that "
+            "returns the model"
+        )
     return sum(parameter.numel() for parameter in model.parameters())
 
 

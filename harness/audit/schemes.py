@@ -50,10 +50,10 @@ _NARROW: Final = ("int8", "uint8")
 class Term:
     """One row of the comparison with a scheme: the measured and the expected bytes of one kind of messages.
 
-    Messages are of one kind if they have the same operation, phase, element type and group size.  Both numbers of bytes
-    are sums over the messages of one rank in one step.  A collective counts with its whole message, such as the
-    gathered tensor of an all-gather.  The expected bytes come from the scheme's closed form, a formula for what the
-    scheme sends.
+    Messages are of one kind if they have the same operation, phase, element type and group size.  For this project's
+    engine, they are of one kind if they have the same operation, phase and group.  Both numbers of bytes are sums over
+    the messages of one rank in one step.  A collective counts with its whole message, such as the gathered tensor of an
+    all-gather.  The expected bytes come from the scheme's closed form, a formula for what the scheme sends.
     """
 
     operation: str

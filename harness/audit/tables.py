@@ -173,11 +173,11 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
     calls of the same steps send to other nodes.  A few of the first and last reported steps may be left out of both
     numbers (:func:`_between_reads`).
 
-    The counters are not read at one moment.  Each rank of a node reads them when the rank's own step ends.  The first
-    rank's reading lacks what other ranks have yet to send in this step.  The last rank's reading includes what other
-    ranks have already sent in the next step.  The node's true count at the end of the step lies between these two
-    readings, so the bytes between the ends of two steps are known only as a range.  ``counted`` is the middle of the
-    range, and ``uncertain`` is half of the range's width.
+    The counters are not read at one moment.  Each rank of a node reads them when the rank's own step ends.  The
+    earliest reading lacks what other ranks have yet to send in this step.  The latest reading includes what other ranks
+    have already sent in the next step.  The node's true count at the end of the step lies between these two readings,
+    so the bytes between the ends of two steps are known only as a range.  ``counted`` is the middle of the range, and
+    ``uncertain`` is half of the range's width.
 
     A rank that records until its process ends reads the counters one more time, at this end.  If all ranks of the node
     do so, the latest of these readings is exact.
@@ -242,8 +242,8 @@ def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, in
 
     The ranks of a node read its interface counters at different moments after a step.  The uncertainty of the step is
     the largest of these readings minus the smallest, summed over all interfaces except ``lo``; it is 0 if the program
-    ended with the step.  For each pair of steps, the two uncertainties are added, and the sum is divided by the number
-    of steps from ``first`` to ``last``.  The pair with the smallest quotient is chosen.
+    ended with the step.  For each pair of steps, the two uncertainties are added, and the sum is divided by
+    ``last - first``.  The pair with the smallest quotient is chosen.
 
     Candidates are the reported steps and the one step before them.  A step after which some rank of the node did not
     read the counters is no candidate.  ``first`` is one of the first ten candidates, and ``last`` is one of the last

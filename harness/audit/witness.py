@@ -26,7 +26,7 @@ The file has one JSON object a line, whose ``event`` is one of
 - ``group``: name, ranks and backend of a process group;
 - ``model``: the number of parameters that optimizers hold, the units of FSDP2, and what this project's engine sends;
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
-  the last whole step.  A row is a list in the order of :data:`FIELDS`;
+  the end of the last step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that each interface has sent until the end of a step, without the headers of packets;
 - ``late``: rows of the calls of a step that were made after the step's counters were read;
 - ``lost``: the number of entries of the recorder that were overwritten before they were read;
@@ -868,9 +868,9 @@ class Witness:
 class _AfterImport:
     """A finder for ``sys.meta_path`` that calls a function after a certain module has been imported.
 
-    ``wanted`` has the functions by the names of the modules.  The modules themselves are found by Python's other
-    finders.  A function is called only when its module has been imported: a program may also look for a module without
-    importing it, as ``importlib.util.find_spec()`` does.
+    ``wanted`` maps the name of each such module to the function.  The modules themselves are found by Python's other
+    finders.  A function is called only when its module has been imported, and not when a program merely looks for the
+    module, as ``importlib.util.find_spec()`` does.
     """
 
     def __init__(self, wanted: dict[str, Callable[[Any], None]]) -> None:

@@ -189,7 +189,7 @@ def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
 
 def _error(machine: Machine, measured: Sequence[Measured]) -> float:
-    """Return the root mean square, over the trials, of ``log(measured / predicted)`` of the duration of a step."""
+    """Return the root mean square over the trials of ``log(measured / predicted)``, both durations of a step."""
     errors = [math.log(trial.wall / step_of(machine, trial.step).seconds) for trial in measured]
     return float(np.sqrt(np.mean(np.square(errors))))
 
@@ -208,8 +208,10 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
       is predicted from the codecs' measured costs.  Only trials over the link without a limited rate (the fast link)
       are used.  Over the slow link, ranks also spend processor time on waking threads that wait for messages.
 
-    ``optimizer``, ``efficiency`` and ``latency`` come from medians of measured values.  ``spread`` becomes the larger
-    of the machine's drift and the error of predicted durations (:func:`_error`).
+    ``optimizer`` and ``efficiency`` come from medians of measured values.  ``latency`` of the given machine is the
+    median seconds of a tiny all-gather.  The fitted ``message`` is subtracted from it, since it is a part of these
+    seconds.  ``spread`` becomes the larger of the machine's drift and the error of predicted durations
+    (:func:`_error`).
 
     Args:
         machine: The machine, with everything that is not fitted here.

@@ -1,8 +1,9 @@
 """``zeropp bench codecs``: times every operation of every codec and backend, against a copy of the same elements.
 
-In each round, the elements are copied N times, and then the operation is called N times; both write into buffers that
-exist already.  A GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is
-slow, so it is timed on an eighth of the elements, but on at least 2^21 elements.
+In each round, the elements are copied N times, and then the operation is called N times.  Copies and our codecs write
+into buffers that exist already; other libraries' quantisers allocate their results.  A GPU is timed with CUDA events,
+and its cache is flushed before each call.  The reference backend is slow, so it is timed on an eighth of the elements,
+but on at least 2^21 elements.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator
     """Yield the operations to time on the elements ``x`` (S,).
 
     ``codecs`` and ``backends`` are names.  Backends that do not work on the device of ``x`` are skipped.  All backends
-    of this project leave casts, such as ``bf16``, to torch.  Casts are therefore timed only on the first of these.
+    of this project leave casts, such as ``bf16``, to torch.  Casts are therefore timed only on the first backend of
+    this project in ``backends``.
     """
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]

@@ -1,7 +1,8 @@
 """``zeropp bench collectives``: times our collectives against gloo's on one fp32 tensor, and counts bytes sent.
 
-In each round all collectives run once, in an order that rotates from round to round.  They write into existing tensors.
-Only our reductions allocate the reduced shard.  The time of our all-gather includes decoding the whole tensor.
+In each round all collectives run once, in an order that rotates from round to round.  All of them write into existing
+tensors, except our reductions, which allocate the reduced shard.  The time of our all-gather includes decoding the
+whole tensor.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def codecs(
             raise Refusal(f"unknown {option} {unknown[0]!r}: expected one of {', '.join(known)}")
     if codec and set(backends) <= {*other_libraries.QUANTISERS}:
         raise Refusal(
-            f"--codec {codec[0]} does not apply to --backend {backends[0]}, which has quantisers of its own: add a "
-            "backend of this project, or leave --codec out"
+            f"--codec {codec[0]} does not apply to --backend {backends[0]}, which has quantisers of its own: "
+            "also give a backend of this project, such as --backend cpu, or leave --codec out"
         )
     candidates = dict.fromkeys((*backends, *bench_codecs.USUAL))
     missing = {name: why for name in candidates if (why := bench_codecs.why_missing(name)) is not None}

@@ -99,7 +99,8 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
     """Time steps of a policy and steps of compute alone, in turns, for about ``seconds`` in all.
 
     Compute alone is the same model without sharding, whose steps send nothing.  All ranks must call this function.  It
-    returns one sample of this rank: the seconds of the policy's steps, with the steps of compute alone as reference.
+    returns one sample of this rank: the seconds of the policy's steps, with the steps of compute alone as reference,
+    and the seconds of forward and of backward in compute alone as ``parts``.
     """
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())

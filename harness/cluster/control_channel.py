@@ -65,8 +65,9 @@ class Place:
     def for_ranks(self, work: int) -> Place:
         """Return the place through which the ranks of all nodes find each other when they run command number ``work``.
 
-        The ranks use the same store as the supervisors.  The returned place differs from this one only in ``job``, the
-        name of the run.  The name is a part of each key in the store, so the ranks' keys differ from all other keys.
+        A command is a function that the supervisors run on their ranks.  The ranks use the same store as the
+        supervisors.  The returned place differs from this one only in ``job``, the name of the run.  This name is a
+        part of each key in the store, so the ranks' keys differ from all other keys.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")
 
@@ -79,7 +80,7 @@ class Channel:
     """
 
     def __init__(self, place: Place) -> None:
-        """Connect to the store, or serve it, and find the run's token.
+        """Connect to the store, which this process first starts if ``place.serves`` is true, and find the run's token.
 
         Raises:
             Refusal: If nothing answers at the store's address, if the store's port is taken, or if this process has no
@@ -112,7 +113,7 @@ class Channel:
         Messages of earlier runs with the same token can then no longer be read.
 
         Args:
-            nonces: The random text that each node's supervisor has drawn, in order of nodes.
+            nonces: Random texts, one from the supervisor of each node, in order of nodes.
         """
         self._sealed = run_token.of_session(self.token, nonces)
 
@@ -176,7 +177,7 @@ class Channel:
         """Wait until ``node`` posts a value under ``key``, and return the value.
 
         Args:
-            key: The key.
+            key: The key that the node passes to :meth:`post`.
             node: Number of the node that will post the value.
             meanwhile: Called every :data:`POLL_SECONDS` seconds while waiting.
 

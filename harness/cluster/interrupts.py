@@ -5,9 +5,9 @@ may abort the process.  Therefore Ctrl-C at first ends the process with one line
 Before the command line starts processes, joins nodes or writes files, it calls :func:`take_over`.  From then on,
 Ctrl-C raises a ``KeyboardInterrupt`` as usual.
 
-Importing this module also installs a hook for import errors: if a package is missing, the process ends with one line
-and status 2.  The command line imports this module before any module that takes time to import; this module imports no
-torch.
+Importing this module also installs a hook for import errors: if a package of another project cannot be imported, the
+process ends with one line and status 2.  The command line imports this module before any module that takes time to
+import; this module imports no torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _leave(_: int = 0, __: FrameType | None = None) -> None:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an error that nothing has caught; installed as ``sys.excepthook``.
 
-    For a Ctrl-C or a missing package, the process ends with one line.  All other errors are reported as usual.
+    For a Ctrl-C, or for a package of another project that cannot be imported, the process ends with one line.  All
+    other errors are reported as usual.
     """
     cause: BaseException | None = error
     # C extensions may wrap a KeyboardInterrupt in other errors.

@@ -167,7 +167,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     caller sets them.  The rate of a ``shaped`` link is limited later, by the supervisors of the hosts.
 
     Args:
-        cluster: The cluster.
+        cluster: The nodes to connect, with the kind, rate and latency of the link (``cluster.link`` and so on).
         run_id: Part of the names of new interfaces, at most 6 characters.
 
     Raises:
@@ -183,9 +183,10 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     if kind in ("real", "none"):
         if rate is not None or latency:
             limit = f"a rate of {rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
-            raise LinkError(
-                f"link {kind!r} cannot have {limit}; set cluster.link to 'auto', 'namespaces' or, with a rate, 'paced'"
-            )
+            kinds = "'auto', 'namespaces' or, with a rate, 'paced'"
+            if cluster.launcher != "local":  # a launcher's nodes are no namespaces
+                kinds = "'paced' with a rate or, for nodes on distinct hosts, 'shaped'"
+            raise LinkError(f"link {kind!r} cannot have {limit}; set cluster.link to {kinds}")
         return Link(cluster, kind, why, (Port(None, ""),) * cluster.nodes if kind == "real" else loopback)
     if kind in ("auto", "namespaces"):
         try:
@@ -280,7 +281,7 @@ def exchange(
     """Measure the link's rate: send messages from each node to the next node, with the last node sending to the first.
 
     Normally the first rank of each node sends a message to the first rank of the next node, and all other ranks wait.
-    With ``together``, each rank sends a message to the rank of the next node that has the same local number, because a
+    With ``together``, each rank sends a message to the rank with the same local number in the next node, because a
     single GPU may reach only one of its node's network adapters.  Every rank of the default group must call this
     function.
 

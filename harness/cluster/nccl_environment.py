@@ -72,9 +72,7 @@ def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: 
     chosen = present[:requested] if isinstance(requested, int) else requested
     if not set(chosen) <= set(present) or (isinstance(requested, int) and len(chosen) < requested):
         text = requested if isinstance(requested, int) else ", ".join(requested)
-        adapters = (
-            f"{len(present)} InfiniBand or RoCE adapters with an active port ({', '.join(present) or 'none'})"
-        )
+        adapters = f"these InfiniBand or RoCE adapters with an active port: {', '.join(present) or 'none'}"
         raise LinkError(
             f"cluster.hcas = {text}: node {node} has {adapters}; name adapters that every node has, or a smaller number"
         )

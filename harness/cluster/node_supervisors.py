@@ -100,7 +100,7 @@ class Nodes:
         """Run ``work`` on the ranks of the first ``launch.topology.nodes`` nodes, and return the results of all ranks.
 
         Args:
-            work: The function.
+            work: A function (rank, argument) -> result, which the supervisors of the other nodes know by its name.
             argument: The function's argument, the same on all ranks.
             launch: How ranks are started, and on how many nodes.
             on_progress: Called with the progress of rank 0.
@@ -283,9 +283,7 @@ def _meet(channel: Channel) -> int | None:
     if "status" in session:
         return int(session["status"])
     if not place.waits and session["nonces"][place.node] != channel.nonce:
-        raise ChannelError(
-            "the store holds messages of another run with the same token; start the run again on all nodes"
-        )
+        raise ChannelError("the store holds messages of another run with the same token")
     channel.begin(session["nonces"])
     return None
 
@@ -321,7 +319,8 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], ad
 def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
     """Run ``work`` on this node's ranks, and return the results, or the failure, as an :data:`Answer`.
 
-    If the launch sets a rate for this node's network interface, the interface is limited to it while the ranks run.
+    If the launch sets a rate for this node's network interface, the interface is limited to this rate while the ranks
+    run.
     """
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]

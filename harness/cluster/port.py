@@ -31,10 +31,10 @@ class Port:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which it would send to ``host``; no message is sent.
+    """Return the address from which this machine would send to ``host``; no message is sent.
 
     Raises:
-        Refusal: If there is no route to the host.
+        Refusal: If the host's name is unknown, or if there is no route to the host.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -53,7 +53,7 @@ def port_towards(host: str) -> Port:
     If the environment variable ``GLOO_SOCKET_IFNAME`` names an interface, that interface is taken instead.
 
     Raises:
-        Refusal: If there is no such interface, or no route to the host.
+        Refusal: If there is no such interface, if the host's name is unknown, or if there is no route to the host.
     """
     interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:

@@ -82,7 +82,7 @@ class Rank:
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Suspend the rate limit of the link while the body of ``with`` runs, so that its messages are not slowed down.
+        """Suspend the rate limit of the link while the body of ``with`` runs, so that no message is slowed down.
 
         All ranks must call this method.  It does nothing if the link has no rate, or if hosts limit their own
         interfaces (link ``shaped``).
@@ -117,8 +117,8 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
         index %= gpus or 1
     if index >= gpus:
         raise Refusal(
-            f"rank {rank.rank} needs GPU {index}, but this machine has {gpus} GPUs: run fewer ranks on it, or let "
-            "ranks share GPUs with cluster.transport = 'staged'"
+            f"rank {rank.rank} needs GPU {index} (counted from 0), but the number of GPUs of this machine is {gpus}: "
+            "run fewer ranks on it, or let ranks share GPUs with cluster.transport = 'staged'"
         )
     torch.cuda.set_device(index)
     return f"cuda:{index}"

@@ -91,7 +91,7 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """Raised when a rank failed, or when ranks did not end in time.
+    """Raised when a rank failed, when ranks did not end in time, or when the caller had the ranks stopped.
 
     Attributes:
         kind: Kind of the failure.
@@ -207,8 +207,8 @@ def run_ranks(
     Raises:
         LaunchError: If a rank cannot be started or fails, if ``launch.timeout_seconds`` have passed, or if
             ``stop_reason`` returns a reason.  The message describes the failure that most likely came first.  All ranks
-            have then ended.  If every rank was started, the output of the ranks is kept in ``launch.log``, unless this
-            file cannot be written.
+            have then ended.  Their output is kept in ``launch.log`` if all of them had been started, and if this file
+            can be written.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()

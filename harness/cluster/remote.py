@@ -77,7 +77,7 @@ def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Call
                     lines = output.read().decode(errors="replace").strip().splitlines()
                     raise Refusal(
                         f"host {host}: the supervisor that ssh started there ended with status {process.returncode}: "
-                        f"{lines[-1] if lines else 'without output'}"
+                        f"{lines[-1] if lines else 'without output'}; correct the cause there, and run again"
                     )
 
         yield check

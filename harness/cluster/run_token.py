@@ -79,7 +79,7 @@ def of_session(token: str, nonces: list[str]) -> Seal:
 
 
 def digest_of(token: str) -> str:
-    """Return a digest of a token, which may be public.
+    """Return a digest of a token; the digest, unlike the token, may be public.
 
     Processes compare digests to find out whether they have the same token.
     """
@@ -100,7 +100,7 @@ def from_environment() -> str | None:
     token = os.environ.get(VARIABLE)
     if token is not None and len(token) < _FEWEST:
         raise Refusal(
-            f"{VARIABLE} has {len(token)} characters, and needs at least {_FEWEST}: "
+            f"{VARIABLE} is too short: {len(token)} of at least {_FEWEST} characters; "
             f"export {VARIABLE}=$(openssl rand -hex 32)"
         )
     return token
@@ -120,7 +120,7 @@ def write(token: str) -> Path:
     The caller must remove the file.
 
     Raises:
-        Refusal: If the folder of such files belongs to another user, or if others may read it.
+        Refusal: If the folder in which tokens are kept belongs to another user, or if other users have access to it.
     """
     path = _path(digest_of(token))
     path.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def _path(digest: str) -> Path:
     """Return the path of the file that holds the token with this digest, in a folder that only this user can enter.
 
     Raises:
-        Refusal: If the folder belongs to another user, or if others may enter it.
+        Refusal: If the folder belongs to another user, or if other users have access to it.
     """
     folder = Path(tempfile.gettempdir(), f"zeropp-tokens-{os.getuid()}")
     with contextlib.suppress(FileExistsError):

@@ -52,7 +52,7 @@ together.
 
 
 class Unit(NamedTuple):
-    """A tensor of a snapshot: weights, changes or gradients of one unit at one step.
+    """A tensor of a snapshot: weights, changes of weights, or gradients of one unit at one step.
 
     A unit is a set of parameters that are sent together.
     """
@@ -78,7 +78,9 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Refusal(f"{path}: cannot be read as safetensors: {reason}") from None
+        raise Refusal(
+            f"{path}: cannot be read as safetensors: {reason}; name a readable safetensors file"
+        ) from None
     units = []
     for key, tensor in sorted(tensors.items()):
         kind, _, name = key.partition("/")
@@ -114,7 +116,7 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 
     Args:
         units: The units, of all kinds and steps.
-        sizes: The nodes and the ranks per node that the gradients come from.
+        sizes: The number of nodes, and the number of ranks per node, that the gradients come from.
         texts: Text forms of the codecs.
 
     Returns:
@@ -279,7 +281,8 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
         bits: The budget: bits that an element may take on average over all units.
 
     Returns:
-        (chosen, cost): the chosen codec by the unit's name, and the bytes and squared errors of all units together.
+        (chosen, cost): a dict from each unit's name to the unit's codec, and the bytes and squared errors of all units
+        together.
 
     Raises:
         Refusal: If even the codecs with the fewest bytes take more than the budget.
@@ -342,8 +345,8 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     if count < _FEWEST or not seeds:
         raise Refusal(
             f"--losses {results}: a rank correlation needs at least {_FEWEST} of the measured codecs, and a seed with "
-            f"losses for all of them, but these results have {count} of the codecs and {seeds} such seeds: give "
-            "results of more codecs or seeds, or leave --losses out"
+            f"losses for all of them; measured codecs in these results: {count}, seeds with losses for all of these "
+            f"codecs: {seeds}; give results of more codecs or seeds, or leave --losses out"
         )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [

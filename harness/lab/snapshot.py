@@ -48,7 +48,8 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
     count = trial.warmup + trial.steps
     if max(steps) >= count:
         raise Refusal(
-            f"--steps {', '.join(map(str, steps))}: the trial has {count} steps; expected numbers from 0 to {count - 1}"
+            f"--steps {', '.join(map(str, steps))}: the trial does not have all of these steps; expected numbers from "
+            f"0 to {count - 1}"
         )
     if trial.workload != "train":
         raise Refusal(

@@ -129,9 +129,10 @@ def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> lis
     - There are simple rows, and a row whose blocks have three different scales.
     - There are rows of ties for several number formats.  A tie is the middle between two neighbouring values that the
       format can represent.
-    - If the codec is built in and has blocks, rows of this codec's own ties and of the floats next to these ties
-      (:func:`~harness.laws.rounding_edges.edge_rows`) are added in two cases: for the claim ``BITS``, and on the
-      reference implementation.
+    - For a built-in codec with blocks, and for a user's codec that must equal such a codec bit for bit, there may also
+      be rows of the codec's own ties and of the floats next to these ties
+      (:func:`~harness.laws.rounding_edges.edge_rows`).  They are added if the claim is ``BITS``, or if the subject is
+      the reference implementation.
     - If ``elements`` is above :data:`LONGEST`, rows of ``elements`` elements come last.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]

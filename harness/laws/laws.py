@@ -222,7 +222,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
 def _zero(subject: Subject, case: Case) -> None:
     """Check that a block of zeros decodes to zeros, also next to blocks with other elements.
 
-    Every other block of the row, from the first on, is replaced with zeros, which keep the signs of the elements.
+    The first, third, fifth block of the row and so on are replaced with zeros that keep the signs of the elements.
     """
     x = case.x.clone()
     blocks = len(blocks_of(x, subject.promises.block))
@@ -454,9 +454,9 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
 
 
 def _sum(subject: Subject, case: Case) -> None:
-    """Check that decode_sum gives the sum of the decoded frames, added one by one, bit for bit.
+    """Check that decode_sum gives exactly the sum of the decoded frames, added one by one.
 
-    This is checked for 1, 2 and 5 frames (:data:`SOURCES`).
+    Zeros of either sign count as equal, and so do two NaN.  This is checked for 1, 2 and 5 frames (:data:`SOURCES`).
     """
     assert subject.decode_sum is not None  # noqa: S101  # only subjects with this function have the claim
     numel = case.x.numel()

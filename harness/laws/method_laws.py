@@ -86,7 +86,7 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
     each further case would take as long.
 
     Args:
-        own: The method.
+        own: The user's method, with its arguments.
         claim: The duty or law to try.
         examples: Number of drawn cases.  ``UNBIASED`` is tried on a tenth as many cases.
         seed: Decides which cases are drawn.
@@ -156,10 +156,10 @@ def _means(
     """Reduce the gradients of ``steps`` steps on all ranks, and return for each rank the mean (S,) of each step.
 
     Args:
-        own: The method.
+        own: The user's method, with its arguments.
         case: The ranks, the unit and the gradients.
         steps: Number of steps.
-        advances: Number of calls of ``advance()`` in each reduction; None for the case's number.
+        advances: Number of calls of ``advance()`` in each reduction; if None, ``case.advances``.
         resumed: Index of a step (from 0) before which training is resumed: the method's object is replaced by a new
             object, which loads the old object's state.  None to keep the same object in all steps.
     """
@@ -295,7 +295,8 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
       an element in common that could be compared.
     - In a layout in which every rank keeps the whole mean.
 
-    Each element of a rank's shard must equal the same element of two whole means: this rank's and rank 0's.
+    Each element of a rank's shard must equal the same element of two means from the second layout: the mean that this
+    rank keeps, and the mean that rank 0 keeps.
     """
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):

@@ -80,6 +80,9 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     - An asymmetric codec has one entry for each pair of a scale in ``_SCALES`` and an offset in ``_OFFSETS``.
     - Every codec has two more entries: one whose scale is the smallest normal number of type ``kind``, and one whose
       largest element is the largest number of type ``kind``.
+
+    If a block with one of the scales in ``_SCALES`` would exceed the largest number of type ``kind``, all of them are
+    multiplied by 2^-8 first.  Scales of type ``e8m0`` are rounded as the reference rounds them.
     """
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small

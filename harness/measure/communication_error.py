@@ -458,9 +458,9 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 def outcomes_differ(policy: Policy) -> bool:
     """Return whether two reductions of the same gradients may give different means.
 
-    They may differ if the policy has error feedback, a stochastic codec for gradients, or a user's own reduction.  In
-    the last measured step, the harness then also reduces the same gradients :data:`REPEATED` times, and measures the
-    error of the average result.
+    They may differ if the policy has error feedback, a stochastic codec for gradients, or a user's own reduction.  For
+    such a policy, the harness makes a further measurement in the last measured step: it reduces the same gradients
+    :data:`REPEATED` times, and measures the error of the average result.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     if policy.own_reduce is not None:

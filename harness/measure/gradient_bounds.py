@@ -93,7 +93,8 @@ def relative_bound(codec: Codec) -> float:
     Some codecs have only a few scales, at most eight between a number and its double.  A block gets the smallest of
     these scales that suffices for its largest magnitude.  The relative error is largest if this magnitude is slightly
     too large for one scale, because the block then gets the next larger scale.  This function computes the error bound
-    for eight such magnitudes, from just above 1 to just above 1.875, and returns the largest ratio.
+    for eight such magnitudes, from just above 1 to just above 1.875, and returns the largest ratio of an error bound to
+    its magnitude.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)

@@ -78,8 +78,8 @@ def check_host(path: Path, machine: Machine, host: str) -> None:
     if not machine.host:
         source = "data sheets" if machine.nature == "data sheet" else "published numbers"
         raise Refusal(
-            f"{path}: this machine's costs are from {source}, but zeropp run needs one that is calibrated here: "
-            f"{again}"
+            f"{path}: this machine's costs are from {source}, but zeropp run needs costs that were measured on this "
+            f"host: {again}"
         )
     if machine.host != host:
         raise Refusal(

@@ -51,7 +51,8 @@ def identity() -> dict[str, Any]:
 def run_of(suite: SuiteText | None, nodes: list[dict[str, Any]]) -> Run:
     """Return the description of a run that begins now.
 
-    ``suite`` is the text of its suite, and ``nodes`` has a description of each node, made by :func:`identity`.
+    ``suite`` is the text of the run's suite file; None if there is no such file.  ``nodes`` has a description of each
+    node, made by :func:`identity`.
     """
     return Run(suite=suite, changes=changes(), nodes=[Node.model_validate(node) for node in nodes])
 

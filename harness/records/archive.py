@@ -71,7 +71,9 @@ def pack(folder: Path, into: Path, name: str = "") -> Path:
                     )
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
-        raise RecordError(f"{error.filename or folder}: cannot read: {error.strerror or error}") from error
+        raise RecordError(
+            f"{error.filename or folder}: cannot be read: {error.strerror or error}; make it readable, or move it away"
+        ) from error
     target = into / f"{name}{SUFFIX}"
     write_whole(target, buffer.getvalue())
     return target
@@ -110,7 +112,9 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
         ) from None
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RecordError(f"{archive}: cannot be unpacked: {reason}") from error
+        raise RecordError(
+            f"{archive}: cannot be unpacked: {reason}; copy or download the archive again"
+        ) from error
     return folder
 
 
@@ -198,7 +202,7 @@ class _Unpacked:
         while not self._decoder.eof:
             packed = self._file.read(_CHUNK) if self._decoder.needs_input else b""
             if not packed and self._decoder.needs_input:
-                raise EOFError("the file ends before its last entry; copy or download it again")
+                raise EOFError("the file ends before its last entry")
             if content := self._decoder.decompress(packed, size):
                 return content
         return b""

@@ -41,8 +41,8 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(
-                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected the same number, "
-                    "at least 1"
+                    f"numbers of rounds: {len(self.seconds)} in seconds, but {len(values)} in {name}: expected the "
+                    "same number, at least 1"
                 )
             if min(values) <= 0:
                 raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")

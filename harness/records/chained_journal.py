@@ -63,7 +63,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return regular_file.read_text(path).splitlines() if path.exists() else []
     except OSError as error:
-        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}; make it readable") from error
     except ValueError as error:
         raise RecordError(f"{path}: is not a journal: {error}; restore it from a copy") from error
 
@@ -89,8 +89,8 @@ def append(results: Path, record: Record) -> Record:
 def complete(results: Path) -> None:
     """Add the line of the last record to the journal, if an earlier run ended before it wrote this line.
 
-    A run writes a record first, and then its line.  The journal stays as it is if no line is missing, or if more than
-    this one line is missing or wrong.
+    A run writes a record first, and then its line.  The journal stays as it is if no line is missing.  It also stays as
+    it is if further lines are missing, or if one of its lines is wrong.
 
     Raises:
         RecordError: If the journal cannot be read or written.
@@ -104,9 +104,10 @@ def complete(results: Path) -> None:
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
     """Return the record whose line the journal lacks because a run was killed before it wrote the line.
 
-    A killed run leaves at most one record without a line, and this line would be the next line of the journal.  Returns
-    None if no line is missing.  Returns None too if another or more than one line is missing, or if the journal is not
-    intact, because somebody has then shortened or edited the journal.
+    A killed run leaves at most one record without a line, and this line would be the next line of the journal.  If no
+    line is missing, None is returned.  None is also returned if somebody has shortened or edited the journal.  Signs of
+    this are that several lines are missing, that the missing line would not be the next one, or that a line is invalid
+    or lacks the hash of the line before it.
 
     Args:
         lines: The lines of the journal.

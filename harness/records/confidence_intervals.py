@@ -228,7 +228,7 @@ def paired_ratio_interval(
 
     Args:
         above: Positive numerators by key.
-        below: Positive denominators by key.  Keys that only one side has are left out.
+        below: Positive denominators by key.  Keys that only one of the two dicts has are left out.
         occasions: By key, the number of the occasion (start of the machine, or series of runs after a pause of an hour)
             at which the pair was measured; None if ratios do not depend on the occasion.  With several occasions, the
             mean logarithm of each occasion counts as one value.
@@ -414,7 +414,7 @@ def _roots(square: float, linear: float, constant: float) -> list[float]:
 
 
 def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge intervals (low, high) of numbers that touch or overlap, and return all intervals in ascending order."""
+    """Merge intervals (low, high) that touch or overlap, and return the resulting intervals in ascending order."""
     whole: list[tuple[float, float]] = []
     for low, high in sorted(parts):
         if whole and low <= whole[-1][1]:

@@ -12,8 +12,8 @@ Each check returns a sentence on the first number that does not agree, or None:
 - :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
 The harness fails a trial that does not pass a check, except for two faults: a link that was too slow, and a training
-loss that did not fall.  Reports mark trials with these faults.  A report applies all checks again, except for
-:func:`codec_mismatch`, since its records may be old.
+loss that did not fall.  Reports mark trials with these faults.  Reports apply all checks again, except for
+:func:`codec_mismatch`, since the records of a report may be old.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 def interface_mismatch(record: Record) -> str | None:
     """Return a sentence on the first node whose network interface sent more or fewer bytes than its ranks explain.
 
-    The interface should have sent the bytes that the ledgers of the node's ranks have for other nodes, and the headers
-    of its packets; :func:`counter_mismatch` has the tolerance.  Returns None if there is no such node.  A node is not
-    compared if its interface was not counted, or if one of its ranks has no ledger.
+    The interface should have sent the bytes that the node's ranks sent to other nodes, according to their ledgers, and
+    the headers of its packets; :func:`counter_mismatch` has the tolerance.  A node is not compared if its interface was
+    not counted, or if one of its ranks has no ledger.  Returns None if all compared nodes agree.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
@@ -174,8 +174,10 @@ def _codecs_of(policy: Policy) -> set[str]:
 def secondary_mismatch(record: Record) -> str | None:
     """Return a sentence if backward passes gathered weights from other nodes although hpZ keeps a copy in each node.
 
-    Returns None if they did not, or if hpZ keeps no copy in each node.  The check compares the ledger with the trial's
-    settings, not with the predicted messages.  It therefore finds the fault even if the prediction has the same fault.
+    Returns None if backward passes gathered no weights from other nodes.  Returns None too if the trial has no policy,
+    if FSDP2 or DDP runs the policy, or if there is a phase of the schedule without such a copy in each node.
+    The check compares the ledger with the trial's settings, not with the predicted messages.  It therefore finds the
+    fault even if the prediction has the same fault.
     """
     if not record.trial or not record.ranks:
         return None

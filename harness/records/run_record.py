@@ -40,7 +40,7 @@ class Changes(_Part):
 
     @property
     def whole(self) -> bool:
-        """Whether ``text`` is the complete patch, from which no bytes were cut off or left out."""
+        """Whether ``text`` is the complete patch: it was not cut off, and no bytes that are no UTF-8 were left out."""
         return len(self.text.encode()) == self.size
 
 

@@ -30,7 +30,11 @@ def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
 
 
 def mismatch(record: Record) -> str | None:
-    """Return a sentence on the first step in which a rank did not send the predicted bytes; None if there is none."""
+    """Return a sentence on the first step in which a rank did not send the predicted bytes.
+
+    If the record has predictions for another number of ranks, the sentence says so.  Returns None if all ranks sent the
+    predicted bytes, or if there are no predictions by step.
+    """
     predicted = [] if record.predicted is None else record.predicted.sent_by_step
     if not predicted:
         return None

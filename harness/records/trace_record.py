@@ -88,7 +88,9 @@ def read_traces(folder: Path) -> list[Trace]:
         try:
             trace = Trace.model_validate_json(regular_file.read_bytes(path))
         except OSError as error:
-            raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+            raise RecordError(
+                f"{path}: cannot be read: {error.strerror or error}; make it readable, or delete it"
+            ) from error
         except ValidationError as error:
             why = wrong_field(error)
             raise RecordError(
@@ -104,13 +106,14 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return for how long one rank sent messages between nodes, and for how much of this time it did other work.
+    """Return how long one rank sent messages between nodes, and how much of this time it did not wait for other nodes.
 
     Args:
         spans: The spans of one rank.
 
     Returns:
-        (seconds in which messages were under way, seconds of this time in which the rank did not wait for other nodes).
+        (seconds in which messages were under way, seconds of this time in which the rank did not wait for messages from
+        other nodes).
     """
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]

@@ -87,7 +87,7 @@ class Spent:
 
 
 class Norms(NamedTuple):
-    """Norms of one rank's part of the gradient in one step."""
+    """Norms of the gradients that one rank's optimizer held in one step, such as the gradients of the rank's shards."""
 
     reduced: float  # norm of the gradient as the backward passes left it
     stepped: float  # norm of the gradient that the optimizer used
@@ -110,7 +110,8 @@ class OuterRules(NamedTuple):
     """The trial's settings for outer steps, from which :func:`training_fault` recomputes these steps.
 
     With ``policy.local_steps``, groups of ranks train apart.  In an outer step, the groups average the changes of their
-    master weights since the last outer step, and SGD changes the masters of all groups by this average.
+    master weights since the last outer step.  SGD with Nesterov momentum then uses the average as its gradient, and
+    changes the masters of all groups.
     """
 
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
@@ -316,7 +317,8 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
                 before, other = seen[digest]
                 if other == rank:
                     yield f"rank {rank} read in step {step} a batch that it had read in an earlier step, {before}"
-                yield f"rank {rank} read in step {step} the batch that rank {other} read in step {before}"
+                else:
+                    yield f"rank {rank} read in step {step} the batch that rank {other} read in step {before}"
             seen[digest] = (step, rank)
 
 
@@ -328,10 +330,10 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
     step is wrong in two cases:
 
     - Afterwards, the groups hold different masters.
-    - The new masters do not follow from the trial's learning rate and momentum.  To check this, SGD's formula is solved
-      for its gradient: the average change with which the engine must have computed the new masters.  This average is
-      compared with the average of the changes that the groups noted.  The check is left out if codecs alone may cause
-      a relative error of :data:`_TELLS` or more.
+    - The new masters do not follow from the trial's learning rate and momentum.  To check this, the average change is
+      computed twice: from the changes that the groups noted, and from the new masters, by solving SGD's formula for
+      its gradient.  The two averages may differ only by the error that codecs may cause.  The check is left out if
+      this error may be :data:`_TELLS` or more, relative to the changes.
 
     Changes are counted from the masters that were noted after the previous outer step, so that errors of codecs do not
     add up over outer steps.

@@ -42,7 +42,11 @@ class _Part(BaseModel, extra="ignore", frozen=True):
 
 
 class LedgerRow(_Part):
-    """Bytes and messages that one rank sent in all timed steps together, for one phase, purpose, unit and hop.
+    """Bytes and messages that one rank sent in all timed steps together, for one phase, purpose, unit, hop and link.
+
+    The phase is when they were sent, such as ``backward``; the purpose is what they carried, such as ``gradients``.  A
+    unit is a set of parameters that are sent together, and a hop is an exchange along one axis of the mesh.  The link
+    is ``inter`` between nodes, and ``intra`` inside a node.
 
     The bytes are payload without packet headers.  A message has one destination, so that an exchange with three other
     ranks counts as three messages.
@@ -69,8 +73,8 @@ class StepsSent(_Part):
 class Step(_Part):
     """Seconds of one optimizer step and of its parts on one rank.
 
-    ``exposed_*`` are the seconds of a part in which the rank waited for messages.  All seconds are 0 or None if the
-    ranks were threads, whose seconds are not measured.
+    ``exposed_forward`` are the seconds of the part ``forward`` in which the rank waited for messages; the other fields
+    ``exposed_*`` are alike.  All seconds are 0 or None if the ranks were threads, whose seconds are not measured.
     """
 
     index: int
@@ -174,7 +178,10 @@ class GradientCheck(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec on the weights or reduced gradients of one unit, which were encoded but not sent."""
+    """Error of one codec on the weights or reduced gradients of one unit.
+
+    They were encoded and decoded only to measure this error; the encoded values were not sent.
+    """
 
     purpose: str
     unit: str
@@ -184,9 +191,10 @@ class QuantisationError(_Part):
 
 
 class LosslessSize(_Part):
-    """Bytes of one unit's weights or reduced gradients in a codec without loss; they were encoded but not sent.
+    """Bytes that the weights or reduced gradients of one unit take when a codec compresses them without loss.
 
-    A codec that ends in ``bf16`` casts the elements to bf16 first, and loses nothing more.
+    They were compressed only to measure this size; the compressed values were not sent.  A codec whose name ends in
+    ``:bf16`` casts the elements to bf16 first, and compresses the result without loss.
     """
 
     purpose: str
@@ -201,7 +209,7 @@ class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
     If ``hop`` is a number, the error is that of this hop alone: decoded values are compared with the values that the
-    hop encoded.  With error feedback, the encoded values include carried errors.
+    hop encoded.  With error feedback, the encoded values include the errors that earlier encodings left.
 
     If ``hop`` is None, the error is that of all hops together: the reduced gradient is compared with the exact mean,
     or the gathered weights are compared with the masters.
@@ -489,7 +497,7 @@ def write(results: Path, record: Record) -> Path:
 
 
 def digest_of(data: dict[str, Any]) -> str:
-    """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest.
+    """Return the SHA-256 of a record's content: its JSON without the key ``digest``, without spaces, with sorted keys.
 
     Raises:
         ValueError: If a number is infinite or NaN.  JSON has no such numbers, and no record is written with them.

@@ -459,8 +459,8 @@ def check_folder(folder: Path) -> list[Record]:
     foreign = [record for record in records if record.measured and record.code.get("source") != source]
     if foreign:
         raise Refusal(
-            f"{folder}: holds {counted(len(foreign), 'record')} of other code (hash of sources "
-            f"{foreign[0].code.get('source')}, here {source}), and a suite cannot mix results of two versions; "
+            f"{folder}: holds {counted(len(foreign), 'record')} of another version of the code (hash of "
+            f"sources {foreign[0].code.get('source')}, here {source}), and a suite cannot mix results of two versions; "
             f"{_advice(folder)}"
         )
     check_writable(folder, f"{folder}: results folder")
@@ -604,10 +604,13 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time
     if cuda and apart and not single and ranks > gpus:
-        shared = "let ranks share GPUs with cluster.transport = 'staged', or set device = 'cpu'"
+        shared = "let ranks share GPUs with cluster.transport = 'staged', or set cluster.device = 'cpu'"
         yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, but this machine has {gpus}; {shared}"
     if cuda and not gpus:
-        yield "cluster.device = 'cuda': NVML shows no GPU on this machine; set device = 'cpu', or install a driver"
+        yield (
+            "cluster.device = 'cuda': NVML shows no GPU on this machine; set cluster.device = 'cpu', or install a "
+            "driver"
+        )
     if ranks > most and not cuda and trial.measures_time:
         yield (
             f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
@@ -632,13 +635,14 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
     if cluster.launcher == "local" and nodes > 1 and link in ("real", "shaped"):
         yield (
             f"cluster.link = {link!r}: needs {nodes} machines for {nodes} nodes, but cluster.launcher = 'local' "
-            "starts all ranks on this one; set launcher 'torchrun', 'hosts' or 'slurm', or link = 'auto'"
+            "starts all ranks on this one; set cluster.launcher to 'torchrun', 'hosts' or 'slurm', or set "
+            "cluster.link = 'auto'"
         )
     if link == "real" and rate is not None:
         yield (
             f"cluster.rate = {rate:g} Mbit/s: with cluster.link = 'real' a rate is for predictions only; to run, "
-            "set the rate to 'unshaped', or link = 'shaped' (the kernel limits the hosts' interfaces) or 'paced' "
-            "(ranks delay their own messages)"
+            "set cluster.rate = 'unshaped', or set cluster.link to 'shaped' (the kernel limits the hosts' interfaces) "
+            "or to 'paced' (ranks delay their own messages)"
         )
     if nodes > 1 and link == "namespaces" and (why := host.namespaces()):
         yield f"cluster.link = 'namespaces': {why}"
@@ -664,8 +668,8 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
             yield f"strategy = {trial.strategy!r} at {rate:g} Mbit/s needs network namespaces: {why}"
     if cluster.launcher == "hosts" and (count := len(cluster.hosts)) < nodes:
         yield (
-            f"cluster.hosts has {count} names; expected one for each of {nodes} nodes: add names, or set a smaller "
-            "cluster.nodes"
+            f"cluster.hosts has {counted(count, 'name')}; expected one for each of {nodes} nodes: add names, or set a "
+            "smaller cluster.nodes"
         )
 
 

@@ -203,9 +203,11 @@ def _half_widths(base: _Timings, configuration: _Timings, done: range) -> list[f
 def speed_up(base: _Timings, configuration: _Timings) -> Interval:
     """Return a configuration's speed-up over the baseline with its confidence interval.
 
-    The result is the report's (:func:`report.data.speedups.speedup`) for trials of one occasion.  The trials of both
-    configurations with the same seed and repeat are a pair.  Pairs with a trial that other programs disturbed are left
-    out; if all pairs are disturbed, all are kept.
+    A trial of the configuration and a trial of the baseline with the same seed and repeat are a pair.  Pairs with a
+    trial that other programs disturbed are left out; if all pairs are disturbed, all are kept.
+
+    The report (:func:`report.data.speedups.speedup`) computes the same result if all trials ran at one occasion, that
+    is, without a restart of the machine or a long pause in between.
 
     Args:
         base: Timings of the baseline by (seed, repeat).

@@ -45,7 +45,7 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
-    """Return this process's place in a run: its node, the number of nodes, and where all nodes meet.
+    """Return this process's place in a run: its node, the number of nodes, and the address where all nodes meet.
 
     The place is read from the environment variables of the launcher: torchrun, Slurm, or ssh (``hosts``).  Returns None
     if no trial needs a launcher.
@@ -61,18 +61,20 @@ def place(trials: Sequence[Trial]) -> Place | None:
         started = remote.place_of(largest.hosts)
     if started is None and largest.launcher == "slurm":
         raise Refusal(
-            "cluster.launcher = 'slurm': this process is not in a Slurm job step; start it with srun"
+            "cluster.launcher = 'slurm': this process is not in a Slurm job step; start it with srun zeropp ..."
         )
     if started is None:
         raise Refusal(
-            "cluster.launcher = 'torchrun': torchrun did not start this process; start on every host "
+            "cluster.launcher = 'torchrun': torchrun did not start this process; run this on every host: "
             f"torchrun --nnodes={largest.nodes} --nproc-per-node=1 --node-rank=... --master-addr=... "
             "--no-python zeropp run ..."
         )
     if started.nodes < largest.nodes:
         advice = f"; run zeropp in the job's own shell, or start srun --overlap --nodes={largest.nodes} "
         advice = (
-            f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else "; start more nodes"
+            f"{advice}--ntasks-per-node=1 zeropp ..."
+            if largest.launcher == "slurm"
+            else f"; start {largest.nodes} nodes, or set cluster.nodes = {started.nodes}"
         )
         count = f"the launcher started {counted(started.nodes, 'node')}"
         raise Refusal(f"cluster.nodes is {largest.nodes}, but {count}{advice}")
@@ -94,8 +96,8 @@ def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
     has = os.environ.get("SLURM_JOB_NUM_NODES", "")
     if "SLURM_JOB_ID" in os.environ and has.isdecimal() and int(has) < largest.nodes:
         raise Refusal(
-            f"cluster.nodes is {largest.nodes}, but this Slurm job has {has} nodes: allocate {largest.nodes} "
-            f"(salloc --nodes={largest.nodes}), or set cluster.nodes = {has}"
+            f"cluster.nodes is {largest.nodes}, but this Slurm job has {counted(int(has), 'node')}: allocate "
+            f"{largest.nodes} (salloc --nodes={largest.nodes}), or set cluster.nodes = {has}"
         )
     return largest
 
@@ -120,12 +122,13 @@ def lead_nodes(
     Yields None if ``leader`` is None, since all ranks then run on this machine.
 
     Args:
-        leader: This process's node, which is node 0, and where all nodes meet; None if no trial needs a launcher.
+        leader: The place of this process, which must be on node 0 (:func:`place`); None if no trial needs a launcher.
         trials: All trials of the suite.
         same_code: Whether all nodes must run the same code.
 
     Raises:
-        Refusal: If the nodes do not come together, or do not run the same code although they must.
+        Refusal: If not all supervisors connect, if a connection is lost, or if nodes do not run the same code although
+            they must.
     """
     if leader is None:
         yield None

@@ -147,8 +147,8 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
     """Merge the gradient errors of all ranks into one check for each step and unit.
 
     A check has the number of elements that all ranks together compared, and the largest :attr:`GradientError.share` of
-    any rank.  A share is a difference divided by the allowed difference, and should be at most 1.  The difference is
-    that between an element of the reduced gradient and the same element of a single process's gradient.
+    any rank.  A share compares an element of the reduced gradient with the same element of a single process's gradient:
+    it is the difference between the two, divided by the allowed difference, and should be at most 1.
     """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:

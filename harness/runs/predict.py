@@ -303,9 +303,9 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
     """Sort the timed steps of a trial with local steps into kinds that send the same bytes.
 
     With local steps, groups of ranks train apart, in rounds of ``local`` steps, and exchange weights after some steps
-    of each round.  All steps without an exchange are one kind.  Each step of a round with an exchange is a kind of its
-    own.  For example, if a round has 4 steps and an exchange after the 4th, there are two kinds: the 4th steps of all
-    rounds, and all other steps.
+    of each round.  All steps that no exchange follows are one kind.  Steps that an exchange follows are of one kind if
+    they have the same number in their rounds.  For example, if a round has 4 steps and an exchange after the 4th, there
+    are two kinds: the 4th steps of all rounds, and all other steps.
 
     Args:
         local: Number of steps in a round.

@@ -221,8 +221,8 @@ class _Sweep:
             raise Refusal(
                 f"{self.results}: sweep {batch.sweep + 1} was begun on another machine or with other versions of "
                 f"Python, torch or the code (hash {min(others)}, here {pool}): finish this sweep where it was begun, "
-                "or choose another folder with --results; once the sweep is finished, --sweeps can add sweeps of "
-                "this machine"
+                "or choose another folder with --results; once this sweep is finished, a larger --sweeps runs further "
+                "sweeps on this machine"
             )
         self.tally.failed += len(failures)
         self.tally.skipped += len(batch.trials) - len(missing)

@@ -146,8 +146,8 @@ class TrialRunner:
         if link.paced_mbit is not None and trial.resolved_policy() is None:
             raise LinkError(
                 f"strategy {trial.strategy!r} sends its own messages, but link 'paced' limits only the messages of our "
-                f"engine to {link.paced_mbit:g} Mbit/s: set link = 'namespaces', or remove cluster.rate (reason for "
-                f"'paced': {link.why})"
+                f"engine to {link.paced_mbit:g} Mbit/s: set cluster.link = 'namespaces', or remove cluster.rate "
+                f"(reason for 'paced': {link.why})"
             )
         return link
 
@@ -163,8 +163,8 @@ class TrialRunner:
             kind = "real" if pair is None else "none"
         elif kind not in (("real", "shaped", "paced") if pair is None else ("none", "paced")):
             raise LinkError(
-                f"link = {kind!r} is not possible here ({why}): set 'real', 'shaped' or 'paced' for nodes on distinct "
-                "hosts, and 'none' or 'paced' for nodes on one host"
+                f"cluster.link = {kind!r} is not possible here ({why}): set cluster.link to 'real', 'shaped' or "
+                "'paced' for nodes on distinct hosts, and to 'none' or 'paced' for nodes on one host"
             )
         link = open_link(cluster.model_copy(update={"link": kind}), "")
         shaped = cluster.rate if kind == "shaped" else None

@@ -24,8 +24,8 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
     Args:
         trial: The trial.
         units: The units of the model (sets of parameters that are gathered together), either planned or read from the
-            trial's record.  A record does not list the parameters of a unit, but Muon's work depends on them.  With
-            Muon, this function therefore plans units from a record again.
+            trial's record.  A record does not list the parameters of a unit, but Muon's work depends on them.  If the
+            trial uses Muon and the units come from a record, this function therefore plans the units again.
         parameters: Number of elements of the model.
 
     Returns:

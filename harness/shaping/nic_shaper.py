@@ -73,7 +73,7 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
     try:
         keeper = Keeper("harness.shaping.nic_shaper", json.dumps([interface, rate_mbit, others]))
     except LinkError as error:
-        raise LinkError(f"link 'shaped': {error}") from None
+        raise LinkError(f"cluster.link = 'shaped': {error}") from None
     try:
         yield keeper.answer
     finally:
@@ -102,12 +102,13 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             )
         if tbf.rate >= _LARGEST:
             raise OSError(
-                f"{rate_mbit:g} Mbit/s are more than a tbf queue allows; set a rate below {8e-6 * _LARGEST:.0f} Mbit/s"
+                f"a rate of {rate_mbit:g} Mbit/s is more than a tbf queue allows; set cluster.rate below "
+                f"{8e-6 * _LARGEST:.0f} Mbit/s"
             )
         if mtu > tbf.segment:
             raise OSError(
                 f"{interface} has packets of up to {mtu} bytes, but a queue of {rate_mbit:g} Mbit/s accepts packets of "
-                f"at most {tbf.segment} bytes; set a rate of {mtu * 4e-3:g} Mbit/s or more"
+                f"at most {tbf.segment} bytes; set cluster.rate to {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in others:
             _check_route(route, index, interface, other)
@@ -120,7 +121,7 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
                 route.link("set", index=index, gso_max_size=min(segment, tbf.segment))
             except NetlinkError as error:
                 why = "shaping needs root or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
-                raise OSError(f"{interface} cannot be shaped: {why}; set link = 'paced' instead") from error
+                raise OSError(f"{interface} cannot be shaped: {why}; set cluster.link = 'paced'") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
             route.tc("add", "tbf", index, handle=handle, rate=tbf.rate, burst=tbf.burst, limit=tbf.limit)
@@ -184,8 +185,8 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
             )
         if major not in (0, _INGRESS):
             raise OSError(
-                f"{interface} has the queue {kind} {major:x}:, which is not the kernel's default; zeropp does not "
-                f"replace it: remove it with tc qdisc del dev {interface} root"
+                f"{interface} has the queue '{kind} {major:x}:', which is not the kernel's default; zeropp does not "
+                f"replace it: remove the queue with tc qdisc del dev {interface} root"
             )
         default = kind if queue["parent"] == _ROOT else default
     return default

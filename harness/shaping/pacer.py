@@ -17,8 +17,8 @@ class Pacer:
     """Rate limiter that the ranks of a node share, so that their messages use the node's link one after the other.
 
     All ranks map the same small file.  For each node, the file holds one float64: the time at which the node's link
-    will be free again.  To send a message, a rank locks its node's number, and sets it to the time at which the link
-    will have sent this message too.  If a rank dies, the kernel releases its lock.
+    will be free again.  To send a message, a rank locks the float64 of its node, and sets it to the time at which the
+    link will have sent this message too.  If a rank dies, the kernel releases its lock.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:

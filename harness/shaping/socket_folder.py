@@ -32,13 +32,14 @@ def parent() -> str:
     """
     usual = tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    for folder in (usual, runtime, *_OTHERS):
-        if folder and len(os.fsencode(folder)) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
+    others = [folder for folder in (runtime, *_OTHERS) if folder]
+    for folder in (usual, *others):
+        if len(os.fsencode(folder)) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
             return folder
-    others = f"none of the other folders ({', '.join(_OTHERS)}) is writable"
     raise Refusal(
-        f"TMPDIR = {usual!r}: the path of a folder for Unix-domain sockets may have at most {_LONGEST} bytes, and "
-        f"{others}: set TMPDIR to a shorter path"
+        f"TMPDIR = {usual!r}: a folder for Unix-domain sockets must be writable, with a path of at most {_LONGEST} "
+        f"bytes, which no other folder is either ({', '.join(others)}): set TMPDIR to a writable folder with a shorter "
+        "path"
     )
 
 

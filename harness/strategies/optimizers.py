@@ -30,8 +30,8 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
     """Return how many bytes of state an optimizer holds for each fp32 element that it updates.
 
     To measure these bytes, the optimizer takes one step on a tensor of 64 elements.  With Muon nothing is measured, and
-    the result is that of the parameters that Muon leaves to AdamW: 8, since AdamW keeps two fp32 moments for each of
-    their elements.
+    the result is 8.  These are the bytes of AdamW, which keeps two fp32 moments for each element of the parameters that
+    Muon does not update.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.

@@ -265,9 +265,10 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return a function that returns the :meth:`exposed_seconds` as they are at this call of ``mark_exposed()``.
+        """Return a function that returns the seconds that this rank has waited for messages until this call.
 
-        Unlike :meth:`exposed_seconds`, this method does not need a synchronised device to count all waits.
+        "This call" is the call of ``mark_exposed()``, not the later call of the returned function.  All waits are
+        counted, even if the device is not synchronised before this call (unlike :meth:`exposed_seconds`).
 
         Returns:
             The function.  On a GPU, call it only after the device has done all work that was queued before
@@ -311,7 +312,9 @@ class Hosted(Strategy):
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return a function that returns the :meth:`exposed_seconds` as they are at this call of ``mark_exposed()``.
+        """Return a function that returns the seconds that this rank has waited for messages until this call.
+
+        "This call" is the call of ``mark_exposed()``, not the later call of the returned function.
 
         Returns:
             The function.  None if :meth:`exposed_seconds` returns None.
@@ -463,7 +466,7 @@ class Sharded(Strategy):
         This method also
 
         - drops the quantisation errors that error feedback carries over to the next step;
-        - constructs the objects of users' classes that reduce gradients or gather weights anew;
+        - replaces the objects of users' classes that reduce gradients or gather weights by new objects;
         - counts micro-batches from 0 again, so that stochastic rounding repeats the random bits of the present step.
         """
         self.zero.model.zero_grad()
@@ -552,7 +555,7 @@ class Sharded(Strategy):
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return, for each unit that a user's class gathers, a function that tells the messages of a gather.
+        """Return, for each unit that a user's class gathers, a function that returns the messages of a gather.
 
         Returns:
             A dict whose keys are the names of the units that the class gathers.  Each value is a function.  It takes

@@ -109,7 +109,7 @@ def _threads(trial: Trial) -> Iterator[str]:
         strategy = (
             f"strategy = {trial.strategy!r}: {threads} has no process groups, which torch's and DeepSpeed's"
         )
-        yield f"{strategy} engines need; leave the strategy out, or set cluster.ranks = 'processes'"
+        yield f"{strategy} engines need; choose another strategy, or set cluster.ranks = 'processes'"
 
 
 def _cluster(trial: Trial) -> Iterator[str]:
@@ -302,7 +302,10 @@ def _control(trial: Trial) -> Iterator[str]:
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
     if trial.control == "half_batch" and (tokens := trial.tokens_per_rank) < 2 * trial.sequence:
-        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence, but this control needs two or more"
+        yield (
+            f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence, but this control needs two or more; "
+            f"set tokens_per_rank = {2 * trial.sequence} or more"
+        )
     if trial.control == "unordered":
         axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
         reached = math.prod(axis.size for axis, _ in axes)

@@ -43,7 +43,7 @@ from harness.suites.ineffective import (
     check_settings,
     check_tables,
 )  # fmt: skip
-from harness.suites.labels import as_written, flatten, look_up, value_text
+from harness.suites.labels import as_written, counted, flatten, look_up, value_text
 from harness.suites.peers import PEERS
 from harness.suites.policy_scope import unfitting_changes
 from harness.suites.repeat_order import (
@@ -267,8 +267,9 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
     """Find the trials that a table such as ``[[exclude]]`` matches.
 
     Args:
-        match: The table.  A trial matches if it has the value that the table gives for each field, or one of the values
-            if the table gives a list.  Values are parsed first, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
+        match: The table, which gives fields a value or a list of values.  A trial matches if each of these fields has
+            the given value, or one of the values in the list.  Values are parsed first, so that ``"1 Gbit/s"`` matches
+            ``"1000 Mbit/s"``.
         name: The table's name, for error messages.
         points: The trials, each as its values by dotted path.
 
@@ -447,8 +448,8 @@ def _check_baselines(
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
             why = f"compares each trial with {named}, but no trial of {named} has the setting of {present}"
             raise SuiteError(
-                f'repeats = "until ..." {why} (the same cluster, model, batch and so on); add such a trial, or set '
-                "repeats to a number"
+                f'repeats = "until ..." {why} (the same cluster, model, batch and so on); add a trial of {named} with '
+                "this setting, or set repeats to a number"
             )
 
 
@@ -491,7 +492,7 @@ def _roles(
     against = _hits(file.contrast, "contrast", points) if file.contrast else [not hit for hit in base]
     if both := sum(map(operator.and_, base, against)):
         raise SuiteError(
-            f"{key}: {both} trials match both baseline and contrast; let baseline and contrast match different trials"
+            f"{key}: baseline and contrast both match {counted(both, 'trial')}; let them match different trials"
         )
     bases = {trial.id: trial for trial, hit in zip(runs, base, strict=True) if hit}
     others = {trial.id: trial for trial, hit in zip(runs, against, strict=True) if hit}
@@ -515,8 +516,8 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: some baseline trials have {where}, and no trial of the contrast does: add such a trial, or let "
-            "the baseline match fewer trials"
+            f"{key}: some baseline trials have {where}, and no trial of the contrast does: add a trial with these "
+            "values to the contrast, or let baseline match fewer trials"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 
@@ -552,8 +553,8 @@ def _check_nearest(
         if len(nearest_baselines(trial, here)) > 1:
             where = _difference(trial, [other for other in others if other is not trial] or bases)
             raise SuiteError(
-                f"{several}, and a trial with {where} differs from two of them in equally many fields; let the "
-                "baseline match only one of them, or name a contrast"
+                f"{several}, and a trial of {trial.strategy}{f' with {where}' if where else ''} differs from two of "
+                "them in equally many fields; let baseline match only one of them, or name a contrast"
             )
 
 
@@ -566,7 +567,7 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
         total: Number of all trials that should be compared with a baseline.
     """
     where = _difference(alone[0], bases)
-    count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
+    count = f"matches no trial in the setting of {len(alone)} of {total} other trials, the first with {where}"
     fields = ", ".join((*CONFIGURATION, *TRAINING))
     allowed = f"a baseline may differ from other trials only in {fields}"
     return f"{count}; {allowed}: let baseline match only these fields, or name a contrast"
@@ -579,11 +580,10 @@ def _difference(trial: Trial, others: Sequence[Trial]) -> str:
     fields of the configuration are not compared.
     """
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
-    mine, fewest = dict(flatten(kept)), list[str]()
-    for other in others:
-        theirs = dict(flatten(other.canonical()))
-        differing = [path for path, value in mine.items() if theirs.get(path) != value]
-        fewest = differing if not fewest or len(differing) < len(fewest) else fewest
+    mine = dict(flatten(kept))
+    theirs = [dict(flatten(other.canonical())) for other in others]
+    differing = [[path for path, value in mine.items() if fields.get(path) != value] for fields in theirs]
+    fewest = min(differing, key=len)
     return ", ".join(f"{path} = {as_written(path, mine[path])}" for path in fewest)
 
 

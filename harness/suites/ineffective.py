@@ -230,8 +230,10 @@ def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: 
         table = f"[[override]] #{number} set"
         for path, value in flatten(override.set):
             if (table, path) not in standing:
-                later = "later [[override]] tables set it again in every trial that this one matches"
-                raise SuiteError(f"{table} {path} = {value_text(value)}: {later}; remove this one")
+                later = "later [[override]] tables replace this value in every trial that this table matches"
+                raise SuiteError(
+                    f"{table} {path} = {value_text(value)}: {later}; remove {path} from this table"
+                )
     for axis in axes:
         paths = list(dict.fromkeys(path for row in axis for path in row))
         left = {json.dumps([point[p].value for p in paths if p in point], default=str) for point in points}

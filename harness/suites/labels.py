@@ -35,7 +35,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for every value in a nested table that is not itself a table.
+    """Yield (dotted path, value) for each leaf of a nested table, that is, each value that is not itself a table.
 
     ``{"cluster": {"nodes": 2}}`` gives ``("cluster.nodes", 2)``.  Every path begins with ``prefix``.
     """

@@ -112,8 +112,8 @@ class Suite(SuiteKeys):
     def sweep(self, number: int) -> tuple[Trial, ...]:
         """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."``, these are only the least number of repeats, which always run.  Whether further
-        repeats run depends on the results (:mod:`harness.runs.further_repeats`).
+        With ``repeats = "until ..."``, only the repeats that always run are returned.  Whether further repeats run
+        depends on the results (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
@@ -122,7 +122,7 @@ class Suite(SuiteKeys):
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
         """Return all trials that the first ``sweeps`` sweeps may run, as a dict from a trial's id to the trial.
 
-        With ``repeats = "until ..."``, these include the largest number of repeats.
+        With ``repeats = "until ..."``, the largest number of repeats is returned, although fewer may run.
         """
         repeats = range(sweeps * self.repeats.most)
         trials = (

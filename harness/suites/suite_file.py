@@ -73,14 +73,14 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise SuiteError(
-                f"has more than {MOST_BYTES >> 20} MiB, the largest size of a suite file; give the TOML file of a suite"
+                f"has more than {MOST_BYTES >> 20} MiB, the largest size of a suite file; name a suite's TOML file"
             ) from None
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {content[error.start]:#04x} in line {content.count(10, 0, error.start) + 1}"
-        raise SuiteError(f"is not TOML: {where} is not UTF-8; save it as UTF-8") from None
+        raise SuiteError(f"is not TOML: {where} is not UTF-8; save the file as UTF-8") from None
     try:
         tables = tomllib.loads(text)
         count = _count_keys(tables)

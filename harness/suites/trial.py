@@ -250,8 +250,8 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 def _key(each: Setting) -> tuple[Any, Any]:
     """Return the type and the pydantic field that validate a suite's value of one ``policy.*`` key.
 
-    If a suite does not set the key, the field has its default, which is None for most keys.  The strategy's value then
-    stays as it is.  Codecs, users' classes and other objects of a policy are written as text in a suite, so the type of
+    If a suite does not set the key, the field has its default.  For most keys this is None, which leaves the strategy's
+    value as it is.  Codecs, users' classes and other objects of a policy are written as text in a suite, so the type of
     their keys is ``str``.  Keys that may have two codecs, such as ``weights``, also take a pair of texts.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
@@ -415,10 +415,10 @@ class PolicyChanges(_Keys):
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields, with other defaults if the model is a preset for images.
+    """Return a trial's fields; if the model is a preset for images, add the defaults that images need.
 
-    For such a model, ``corpus`` is ``glyphs`` and ``sequence`` is 64 (patches of an image) if ``fields`` does not set
-    them.
+    These are ``corpus`` = ``glyphs`` and ``sequence`` = 64 (patches of an image).  A value that ``fields`` already has
+    is kept.
     """
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
@@ -532,7 +532,11 @@ class Trial(_Frozen):
     @field_validator("control", "tokenizer", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        """Turn the text ``"none"`` into None, because TOML has no value for None that an axis could list."""
+        """Turn the text ``"none"`` into None.
+
+        Suites are written in TOML, which has no value for None.  A suite that compares trials with and without a
+        tokenizer, for example, therefore writes ``"none"`` for the trials without.
+        """
         return None if value == "none" else value
 
     @field_validator("method", "gather_method")
@@ -633,7 +637,7 @@ class Trial(_Frozen):
         """Return the learning-rate schedule.  Returns None if the learning rate is constant.
 
         Raises:
-            ValueError: If the warm-up is longer than the trial.
+            ValueError: If the learning rate's warm-up has more steps than the trial, whose own warm-up steps count too.
         """
         rates, total = self.optimizer.schedule, self.warmup + self.steps
         if rates != LearningRates():

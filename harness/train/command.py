@@ -348,8 +348,8 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
     topology = Topology(nodes or max(1, world // local), local)
     if topology.world != world:
         raise Refusal(
-            f"torchrun started {world} ranks, but --nodes x --ranks-per-node is {topology}: leave these flags out, "
-            f"or give numbers whose product is {world}"
+            f"torchrun set WORLD_SIZE to {world}, but --nodes x --ranks-per-node is {topology}: leave these flags "
+            f"out, or give numbers whose product is {world}"
         )
     return topology, True
 

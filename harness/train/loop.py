@@ -132,7 +132,8 @@ class _Training:
         done = int(loaded.extra["steps"])
         if done >= self.trial.steps:
             raise Refusal(
-                f"{folder}: {done} steps are done, so --steps {self.trial.steps} leaves none to run; raise --steps"
+                f"{folder}: the checkpoint was saved after step {done}, so --steps {self.trial.steps} leaves no step "
+                "to run; raise --steps"
             )
         lines = [
             f"{folder}: continues after step {done}",

@@ -86,7 +86,8 @@ class Collective:
 
         With N ranks and a whole tensor (the parts of all ranks together) of W bytes, the result is
 
-        - ``2 W (N - 1) / N`` for an all-reduce, and for a reduce-scatter with ``as_all_reduce``;
+        - ``2 W (N - 1) / N`` for an all-reduce, and for a reduce-scatter that sends the messages of an all-reduce
+          (``as_all_reduce``);
         - ``W`` for a broadcast;
         - ``W (N - 1) / N`` for every other collective.
         """
@@ -166,8 +167,8 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     for collective in found:
         if not 0 <= collective.elements < _MOST:
             raise Refusal(
-                f"{trace.path}: step {step.number} has {collective.kind} of an impossible number of elements: write "
-                "the trace again"
+                f"{trace.path}: step {step.number} has a collective ({collective.kind}) with an impossible number of "
+                "elements: write the trace again"
             )
     return found
 
@@ -265,8 +266,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
             ran.append(event)
     if len(issued) != len(ran):
         raise Refusal(
-            f"{trace.path}: step {step.number} issues {len(issued)} collectives, but gloo ran {len(ran)}: trace whole "
-            "steps of a program in which each step waits for its collectives"
+            f"{trace.path}: in step {step.number} the number of issued collectives is {len(issued)}, but gloo ran "
+            f"{len(ran)}: trace whole steps of a program in which each step waits for its collectives"
         )
     groups = {tuple(ranks) for ranks in trace.groups.values() if len(ranks) > 1}
     if issued and len(groups) > 1:

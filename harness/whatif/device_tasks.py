@@ -1,5 +1,7 @@
 """Divides one rank's step on a GPU into tasks of its streams and of the host, and finds which task waits for which.
 
+A task is a piece of computation, or a collective (:mod:`harness.whatif.tasks`).
+
 A trace does not name the waits between streams.  They are found in three ways:
 
 - When torch issues a collective, it makes the collective's stream wait for the current stream.
@@ -194,10 +196,10 @@ class _Streams:
     def note_computing(self) -> None:
         """Add the seconds of each computing kernel, and when it was launched, to the :class:`RankStep`.
 
-        Kernels of collectives do not compute, and are left out.  The seconds of every other kernel begin when all
-        earlier computing kernels have ended, and end with the kernel.  Idle time before a kernel is therefore counted
-        as computation, for example while the host had not launched the kernel yet.  If a kernel waited for a
-        collective, its seconds do not begin before the kernel itself, so that the wait is not counted.
+        Kernels of collectives do not compute, and are left out.  For every other kernel, the time from the end of all
+        earlier computing kernels to the end of this kernel is added.  It includes idle time before the kernel, for
+        example while the host had not launched the kernel yet.  If the kernel waited for a collective, this idle time
+        is left out: the time before the kernel's own beginning is not added.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):

@@ -169,8 +169,8 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
     for trace in traces[1:]:
         if trace.world != world:
             raise Refusal(
-                f"{trace.path}: its run had {trace.world} ranks, but the run of {first.path} had {world}: give traces "
-                "of one run"
+                f"{trace.path}: its run had a world size of {trace.world}, but the run of {first.path} had a world "
+                f"size of {world}: give traces of one run"
             )
     if len(traces) > 1 and ranks != list(range(world)):
         twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
@@ -182,7 +182,8 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
             else f"none of the {given} traces is of rank {missing[0]}"
         )
         raise Refusal(
-            f"{first.path}: its run had {world} ranks, but {what}: give one trace of each rank, or only one trace"
+            f"{first.path}: its run had a world size of {world}, but {what}: give one trace of each rank, or only one "
+            "trace"
         )
     if world == 1:
         raise Refusal(f"{first.path}: its run had one rank, which sends nothing: trace two or more ranks")

@@ -160,9 +160,9 @@ def _raw_events(path: Path, file: IO[str], facts: dict[str, Any]) -> Iterator[An
         except (ValueError, RecursionError) as error:
             more = file.read(_CHUNK) if len(text) - place < _LARGEST else ""
             if not more:
-                cut = "is truncated" if len(text) - place < _LARGEST else f"is not JSON ({error})"
                 raise Refusal(
-                    f"{path}: {cut} in its events: wait until the profiler has written the file"
+                    f"{path}: is truncated, or not JSON, in its events ({error}): wait until the profiler has written "
+                    "the file, or trace the program again"
                 ) from None
             text, place = text[place:] + more, 0
             continue
@@ -230,10 +230,14 @@ def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
         key=lambda event: event.begin,
     )
     numbers = [mark.name.removeprefix(STEP) for mark in marks]
-    if len(marks) < 2 or not all(number.isdecimal() for number in numbers):
+    if odd := [mark.name for mark, number in zip(marks, numbers, strict=True) if not number.isdecimal()]:
         raise Refusal(
-            f"{path}: has {len(marks)} complete steps (events with names such as ProfilerStep#3), and needs two or "
-            "more: profile with schedule(active=5), and call profiler.step() after each step"
+            f"{path}: {odd[0]!r} is no step's name, expected one such as {STEP}3: rename this record_function"
+        )
+    if len(marks) < 2:
+        raise Refusal(
+            f"{path}: the number of complete steps (events with names such as ProfilerStep#3) is {len(marks)}, and two "
+            "or more are needed: profile with schedule(active=5), and call profiler.step() after each step"
         )
     steps = [
         Step(int(number), mark.thread, mark.begin, mark.end)

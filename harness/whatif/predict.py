@@ -137,9 +137,7 @@ def predict(traced: Traced, target: Target) -> Prediction:
         Refusal: if the target has only one node, or if the traces do not allow its policy or topology.
     """
     if target.topology.nodes == 1:
-        raise Refusal(
-            "--nodes 1: one node has no link whose rate a step could depend on: choose two or more nodes"
-        )
+        raise Refusal("one node has no link whose rate a step could depend on: set --nodes to 2 or more")
     policies.check(target.policy, traced)
     # Under a policy of REWRITES, only the codecs' seconds come from the machine, and all its fits have the same.
     fits = (target.machine,) if target.machine is None or target.policy in REWRITES else target.machine.fits

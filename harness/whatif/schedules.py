@@ -170,7 +170,7 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
 
     Args:
         task: The task.
-        span: Beginning and end of the collective.  The encoding ends before the beginning.
+        span: Beginning and end of the collective.  The encoding ends ``task.seconds`` before the collective begins.
         launched: When the host launched the collective; None if the rank computes on a CPU.
         run: How the collective runs.
     """
@@ -257,11 +257,11 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield all activities in their order, some of them shortened: no two on a track of codecs or links may overlap.
+    """Yield all activities in their order; shorten some, so that no two on one track of codecs or links overlap.
 
-    A track is a row of the trace, such as the link between nodes.  If two activities overlap, the one that ends later
-    begins only when the other one ends, and so becomes shorter.  Activities on tracks of computation and of the host
-    stay as they are.
+    A track is a row of the trace, such as the link between nodes.  If two activities overlap, the beginning of the
+    activity that ends later is moved to the end of the activity that ends earlier.  Activities on tracks of computation
+    and of the host stay as they are.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]

@@ -6,11 +6,17 @@ of the host's main thread, and the tasks of each stream of a GPU, run one after 
 A task that uses the result of a collective waits for the collective, but a trace does not say which task that is.  The
 module finds this task by the first of these rules that applies:
 
-1. ``blocking``: the operation that issues the collective waits for it (``asyncOp`` is false);
-2. ``copy-out``: FSDP copies the gathered weights to their places, so this task waits for their all-gather;
-3. ``backward``: a DistributedDataParallel waits for all its buckets after the backward pass;
-4. ``gap``: the main thread, or the stream, was idle until the collective ended;
-5. ``optimizer``: the optimizer waits for all gradients.
+1. ``blocking``: if the operation that issues the collective also waits for it (``asyncOp`` is false), the task is the
+   one right after this operation;
+2. ``copy-out``: if FSDP copies the gathered weights out of the buffer of an all-gather, the task is the one that does
+   this;
+3. ``backward``: if the program uses DistributedDataParallel, which waits for all its buckets after the backward pass,
+   the task is the one right after this wait;
+4. ``gap``: if the main thread was idle until the collective ended, the task is the one right after the idle time;
+5. ``optimizer``: otherwise the task is the optimizer's step, which needs all gradients.
+
+For steps on a GPU, :mod:`harness.whatif.device_tasks` applies the rules ``copy-out``, ``gap`` and ``optimizer`` to
+kernels.
 
 This module does not import torch.
 """

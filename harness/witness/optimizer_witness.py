@@ -59,7 +59,8 @@ class OptimizerWitness:
     """Recomputes each step of one rank's AdamW for a few elements, and reports where the optimizer's step differs.
 
     The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  Only elements
-    that torch's AdamW updates are checked; if Muon updates the matrices, they are elements of the other tensors.
+    that torch's AdamW updates are checked.  If the trial's optimizer is Muon, the matrices that Muon updates are left
+    out, and only elements of the other tensors are checked.
     Nothing is checked in these cases:
 
     - AdamW updates no weights, or the trial gives it an argument that :data:`_SETTINGS` lacks, such as ``amsgrad``;
@@ -274,7 +275,7 @@ class OptimizerWitness:
     def _draw(self, index: int) -> _Drawn | None:
         """Choose at random the elements that are checked in step ``index``, and read their values and moments.
 
-        Returns None if no weights are watched.
+        Returns None if there are no weights to check (the cases are listed in the documentation of this class).
         """
         seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))

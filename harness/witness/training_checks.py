@@ -4,8 +4,9 @@ The checks run outside the timed parts of a step, and send no messages.  Each ra
 :func:`harness.records.training_faults.training_fault` judges the notes of all ranks.  The following must hold:
 
 - Optimizer: AdamW's steps, recomputed in float64 for a few elements, agree with the optimizer's steps
-  (:mod:`harness.witness.optimizer_witness`).  So does one step of one matrix that Muon updates
-  (:mod:`harness.witness.matrix_witness`).  The optimizers of all ranks together hold all trained elements.
+  (:mod:`harness.witness.optimizer_witness`).  If the optimizer is Muon, one of its steps, recomputed for one whole
+  matrix, agrees with the optimizer's step too (:mod:`harness.witness.matrix_witness`).  The optimizers of all ranks
+  together hold all trained elements.
 - Gradients: the optimizer uses the gradients that the backward passes computed, apart from clipping and the loss scale.
   A rehearsal of a step, which runs its passes in advance, gives the same gradients as the step.
 - Outer steps of DiLoCo (``policy.local_steps``): after an outer step all groups of ranks hold the same fp32 weights.
@@ -119,7 +120,7 @@ class TrainingChecks:
         The method does the following:
 
         1. It calls :attr:`compare`, if set, which compares the gradients of one step with a single process.
-        2. It checks that the weights that the optimizer's checks read have not changed since the previous step.
+        2. It checks, for some of the weights, that nothing has changed them since the optimizer's previous step.
         3. It keeps the gradients, which :meth:`replay` compares with those that the optimizer has used.
         4. It keeps the norm of the gradients, which :meth:`replay` notes.
 

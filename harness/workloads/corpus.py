@@ -200,8 +200,10 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
         parts = _call(f"corpus {source!r}", source)
     if not isinstance(parts, tuple | list) or len(parts) != 2:  # train, validation
         wanted = "two values, for training and for validation, each an array of tokens or a pair of arrays"
-        length = f" of length {len(parts)}" if isinstance(parts, tuple | list) else ""
-        raise CorpusError(f"corpus {source!r}: returned a {type(parts).__name__}{length}; expected {wanted}")
+        length = f" and length {len(parts)}" if isinstance(parts, tuple | list) else ""
+        raise CorpusError(
+            f"corpus {source!r}: returned a value of type {type(parts).__name__}{length}; expected {wanted}"
+        )
     if are_pairs(parts):
         return OwnPairs(source, parts)
     return _of_tokens(source, f"corpus {source!r}", parts)

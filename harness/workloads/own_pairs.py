@@ -71,14 +71,18 @@ def _pair(origin: str, part: str, pair: Any) -> _Arrays:
         CorpusError: if ``pair`` is no pair of arrays of numbers, or if the arrays have unequal numbers of examples.
     """
     if not _is_pair(pair) or len(pair) != len(_SIDES):
-        returned = f"{len(pair)} arrays" if _is_pair(pair) else f"a {type(pair).__name__}"
+        returned = (
+            f"a {type(pair).__name__} of length {len(pair)}"
+            if _is_pair(pair)
+            else f"a value of type {type(pair).__name__}"
+        )
         raise CorpusError(f"{origin} returned {returned} for {part}; expected a pair of inputs and targets")
     inputs, targets = (
         _array(f"{origin} {name} for {part}", side) for name, side in zip(_SIDES, pair, strict=True)
     )
     if len(inputs) != len(targets):
-        counts = f"{len(inputs)} inputs and {len(targets)} targets for {part}"
-        raise CorpusError(f"{origin} {counts}; expected as many inputs as targets")
+        counts = f"the numbers of inputs and targets for {part} are {len(inputs)} and {len(targets)}"
+        raise CorpusError(f"{origin} {counts}; expected equal numbers")
     return inputs, targets
 
 

@@ -62,8 +62,10 @@ def patch_of(model: Model, sequence: int) -> int:
         Refusal: if an image cannot be cut into so many patches.
     """
     if sequence not in PATCHES:
-        why = f"model {model.name!r}: an image cannot be cut into sequence = {sequence} patches"
-        raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
+        why = (
+            f"sequence = {sequence}: model {model.name!r} cannot cut an image into {sequence} square patches"
+        )
+        raise Refusal(f"{why}; set sequence to one of {', '.join(map(str, PATCHES))}")
     return PATCHES[sequence]
 
 

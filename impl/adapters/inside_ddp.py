@@ -2,8 +2,8 @@
 
 Gradients are averaged as under a policy of stage 0, in which nothing is sharded.  They are first reduced, in one or
 more hops (exchanges between nodes or inside a node), so that each rank has the mean of one piece of the gradients.
-Then all ranks gather the means of all pieces.  :mod:`impl.adapters.traffic` predicts the bytes.  The model stays an
-ordinary ``DistributedDataParallel``, and the training loop does not change.
+Then all ranks gather the means of all pieces.  :mod:`impl.adapters.traffic` predicts how many bytes are sent.  The
+model stays an ordinary ``DistributedDataParallel``, and the training loop does not change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class InDDP(Joined):
     Raises:
         HostError: if ``wire.mesh`` has other ranks than DDP, or is not on the CPU.
         PolicyError: if DDP cannot carry out the policy.
-        GeometryError: if the policy does not fit the model.
+        GeometryError: if a unit would need more padding than the policy's ``memory.max_padding`` allows.
     """
 
     def __init__(self, model: DistributedDataParallel, wire: Wire, policy: Policy) -> None:
@@ -105,7 +105,9 @@ class InDDP(Joined):
         return take
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Copy the local gradients of one of DDP's buckets into the units, and start the reduction of each full unit.
+        """Copy the local gradients of one of DDP's buckets into the units, and start reductions.
+
+        The reduction of a unit starts as soon as the unit has all its gradients.
 
         Returns a future, which is completed after the last bucket of the backward pass.  The value of the future is the
         bucket's buffer, which then holds the mean gradients.

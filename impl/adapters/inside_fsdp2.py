@@ -76,7 +76,7 @@ _adapted: Final[WeakSet[nn.Module]] = WeakSet()  # models that fsdp2() was calle
 def fsdp2(
     model: nn.Module, policy: Policy | str = "qwz+qgz", *, mesh: Mesh | Topology | None = None
 ) -> InFSDP2:
-    """Let a model that ``fully_shard`` has sharded send through this project's quantised collectives.
+    """Make FSDP2 use this project's quantised collectives for a model that ``fully_shard`` has sharded.
 
     All ranks of the model's device mesh must call this once, before the first forward pass and after the last call of
     ``fully_shard``.  The training loop does not change.  The adapter works on CPUs with gloo and on GPUs with NCCL,
@@ -206,7 +206,8 @@ class InFSDP2(Joined):
             if parameter.device_mesh.device_type != device.type:
                 raise HostError(
                     f"parameter {name!r} is sharded over a device mesh of type {parameter.device_mesh.device_type!r}, "
-                    f"but the wire is on {device}: give both the same device"
+                    f"but the wire is on {device}: make the wire's mesh from the device mesh, for example with "
+                    "zeropp.mesh(group=device_mesh)"
                 )
             shape = tuple(parameter.device_mesh.shape)
             if shape != (world,):

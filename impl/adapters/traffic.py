@@ -157,9 +157,10 @@ def predict_hosted(
     Inside FSDP2, a rank sends messages in these cases:
 
     - Each pass (forward, backward, evaluation) gathers the weights of every parameter group that is not gathered yet.
-      Groups that are not in ``kept`` are freed in each pass.  The groups in ``kept`` stay gathered after a forward or
-      evaluation pass, until the first of these events: a backward pass ends; weights are written outside an optimizer
-      step (``changed``); or gathered weights are dropped although they have not changed (``forgotten``).
+      The gathered weights of groups that are not in ``kept`` are freed in each pass.  The groups in ``kept`` stay
+      gathered after a forward or evaluation pass, until the first of these events: a backward pass ends; weights are
+      written outside an optimizer step (``changed``); or gathered weights are dropped although they have not changed
+      (``forgotten``).
     - A backward pass also reduces the gradients of every group that has trained parameters.
     - For a gradient norm, a rank sends one small message to each other rank.
 

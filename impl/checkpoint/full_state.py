@@ -43,19 +43,21 @@ def export(
     Args:
         folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         path: the file to write, which must not exist yet.
-        dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-        allow_overflow: whether finite values beyond the type's range are written as infinity.  If False, these values
-            are an error.
+        dtype: type of the parameters: ``fp32``, ``bf16``, ``fp16`` or the ``torch.dtype`` of one of these, or
+            ``torch.float64``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        allow_overflow: whether finite values beyond the type's range are written as torch casts them, usually as
+            infinity.  If False, these values are an error.
 
     Returns:
-        A tuple of warnings, each a line of text.  There is one for each of these kinds of values that occurs: finite
-        values that became infinite, values that became 0, and values that were infinite or NaN before the cast.  A
-        warning names up to four parameters with the number of such values in each, and says how many other parameters
-        have such values.
+        A tuple of at most three warnings, each a line of text; empty if no value was lost and all values are finite.
+        The first is about finite values beyond the type's range, the second about values that became 0, and the third
+        about values that were infinite or NaN before the cast.  A warning is left out if no parameter has such values.
+        It names up to four parameters, each with the number of these values, and says how many more parameters have
+        them.
 
     Raises:
-        CheckpointError: if ``path`` exists, if ``dtype`` is not a floating-point type, if a file cannot be read or
-            written, or if values overflow and ``allow_overflow`` is False.  No file is then written to ``path``.
+        CheckpointError: if ``path`` exists, if ``dtype`` is another type, if a file cannot be read or written, or if
+            values overflow and ``allow_overflow`` is False.  No file is then written to ``path``.
     """
     path = Path(path)
     if path.exists():

@@ -1,4 +1,4 @@
-"""Converts values of checkpoints to JSON and back without loss, including their types.
+"""Converts values of checkpoints to JSON and back, without loss of values or types (for one exception, see below).
 
 A value for which JSON has no form becomes an object with one key:
 
@@ -9,7 +9,8 @@ A value for which JSON has no form becomes an object with one key:
 - ``{"__counter__": [[key, value], ...]}``: a ``collections.Counter``
 - ``{"__ordered__": [[key, value], ...]}``: a ``collections.OrderedDict``
 
-Values of any other type are refused; nothing is pickled.
+The exception: instances of other subclasses of dict, such as ``collections.defaultdict``, are read back as plain dicts,
+and keys of a subclass of str as plain texts.  Values of any other type are refused; nothing is pickled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reads, writes and verifies a checkpoint's manifest, which docs/guide/checkpoints.md describes.  No torch."""
+"""Reads, writes and verifies a checkpoint's manifest, which docs/guide/checkpoints.md describes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -188,6 +191,6 @@ def check_names(model_names: Collection[str], saved_names: Collection[str], kind
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"
         raise CheckpointError(
-            f"the model and the checkpoint differ in {len(different)} {kind}, such as {different[0]!r}, which is "
-            f"{side}: load the checkpoint with the model that was saved"
+            f"the model and the checkpoint have different {kind} (differences: {len(different)}), for example "
+            f"{different[0]!r}, which is {side}: load the checkpoint with the model that was saved"
         )

@@ -125,8 +125,8 @@ class SavedMasters:
         """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
-                f"has the state of {len(saved)} optimizers, but load() was given {count}: pass as many optimizers as "
-                "were saved, or none"
+                f"the number of saved optimizers is {len(saved)}, but load() was given {count}: pass as many "
+                "optimizers as were saved, or none"
             )
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, parameters = type(optimizer).__name__, entry["parameters"]
@@ -158,8 +158,9 @@ class SavedMasters:
         names = self._names(masters)
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
+                kind = "options (such as lr)" if key == "options" else "numbers (such as step)"
                 raise CheckpointError(
-                    f"has different {key} for parameters {names[0]!r} and {name!r}, which are in one optimizer group "
+                    f"has different {kind} for parameters {names[0]!r} and {name!r}, which are in one optimizer group "
                     "here: pass a group_of= to shard() that puts the two into different groups"
                 )
         return from_json(parameters[names[0]][key]) if names else None

@@ -55,8 +55,8 @@ def ranges(
     Args:
         geometry: the layout of the unit to which the shard belongs.
         rank: the rank that has the shard.
-        span: elements (start, end) of the shard; by default the whole shard.  The ``place`` of a range counts from
-            ``start``.
+        span: elements (start, end) of the shard; by default the whole shard.  The slice ``Range.place`` counts elements
+            from ``start``, so that it is a slice of this part.
         saved: whether to yield only the elements that ``rank`` saves.  Several state groups may hold copies of a shard.
             Each element is then saved by only one of the ranks that hold it.
     """

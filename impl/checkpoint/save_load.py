@@ -137,9 +137,9 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() was called while {unused} masters (fp32 shards of weights) have gradients that no optimizer "
-                "has used: gradients are not saved; save after the step of every optimizer, or drop the gradients with "
-                "model.zero_grad()"
+                f"save() was called, but no optimizer has used the gradients of {unused} of the masters (fp32 shards "
+                "of weights): gradients are not saved; save after the step of every optimizer, or drop the gradients "
+                "with model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more, or None to keep all checkpoints")
@@ -164,7 +164,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             return None, ""
         if others := wire.mesh.claim(str(folder.resolve())):
             raise CheckpointError(
-                f"{folder}: {others} of this job save their checkpoints in this folder too: use another folder"
+                f"{folder}: is already the folder of the checkpoints of {others} of this job: use another folder"
             )
         return None, disk.begin(folder).name
 
@@ -315,8 +315,8 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
 
     Raises:
         CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete or altered, or has
-            another version, another model or other optimizers.  The model and the optimizers are then unchanged.  They
-            may have changed only if the disk failed while values were read.
+            another version, another model or other optimizers.  The model and the optimizers are then unchanged.  If
+            instead the disk fails later, while values are read, a part of the values may have been loaded already.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)
@@ -349,9 +349,8 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
         if optimizers:
             masters.load(parts.manifest.optimizers, parts, group)
         elif parts.manifest.optimizers:
-            dropped = [
-                f"state of {len(parts.manifest.optimizers)} optimizers: load() was given no optimizers"
-            ]
+            saved = len(parts.manifest.optimizers)
+            dropped = [f"states of optimizers (number saved: {saved}): load() was given no optimizers"]
         return [*dropped, *_take_run(zero, parts)], None
 
     (parts, masters), _ = together(
@@ -440,7 +439,7 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
             codes = parts.tensors(mesh.rank % unit.geometry.shards, "codes")
             WholeValues(unit).load_codes(codes[unit.geometry.name])
     if len(manifest.files) != mesh.topology.world:
-        yield f"random states: saved by {len(manifest.files)} ranks, here {mesh.topology.world}"
+        yield f"random states: the number of ranks was {len(manifest.files)}, and is {mesh.topology.world} here"
         return
     states = parts.tensors(mesh.rank, "random")
     torch.set_rng_state(states["torch"])

@@ -230,7 +230,8 @@ class IntCodec(_Scaled):
 
     - ``bits`` is not 2 to 8, or ``block`` or ``hadamard`` has an impossible size;
     - ``clipped`` is combined with ``asymmetric``, whose codes have no sign;
-    - ``clipped`` is combined with ``stochastic``, whose mean (the exact value) clipping would change.
+    - ``clipped`` is combined with ``stochastic``: the mean of stochastic rounding is the exact value, and clipping
+      would change this mean.
     """
 
     bits: int  # 2 to 8
@@ -416,7 +417,7 @@ class OwnCodec(_Framed):
 
     @property
     def claimed(self) -> BuiltIn | None:
-        """The built-in codec that this codec claims to equal bit for bit; None if it claims to equal none."""
+        """The built-in codec that this codec claims to equal bit for bit; None if it makes no such claim."""
         text = self.definition.codec
         try:
             return None if text is None else built_in(str(text))

@@ -73,7 +73,7 @@ class _Lossless:
     def decode(self, frame: Tensor, out: Tensor) -> None:
         """Decode ``frame`` (F,) uint8 to ``out`` (S,), in the type of ``out``.
 
-        Elements are rounded to this type.  Finite elements beyond its largest number become this number.
+        Elements are rounded to this type.  Finite elements beyond the largest number of the type become this number.
         """
         numel, data = out.numel(), frame.contiguous().numpy()
         kind = DTYPES[_KINDS[int(data[0])]]

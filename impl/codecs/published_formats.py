@@ -112,16 +112,16 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of bytes (n, k * itemsize) uint8 as elements (n, k) of type ``dtype``."""
+    """Returns a copy of the bytes ``beside`` (n, k * itemsize) uint8, read as elements (n, k) of type ``dtype``."""
     return beside.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 class _Table(_Format):
     """Base class of formats that encode an element, divided by its block's scale, as the nearest entry of a table.
 
-    The scale maps the block's largest magnitude to the table's largest entry.  A format with ``beside = 4`` stores the
-    scale in 4 bytes, as fp32.  A format with ``beside = 1`` stores the scale in one byte, as a power of two (E8M0).
-    :class:`NVFP4` has other scales.
+    The scale is the block's largest magnitude divided by the table's largest entry.  ``beside`` is the number of bytes
+    in which a format stores the scale: with ``beside = 4`` the scale is stored as fp32, and with ``beside = 1`` it is
+    rounded up to a power of two (E8M0).  :class:`NVFP4` has other scales.
     """
 
     table: tuple[float, ...]  # the entries in ascending order; the code of the smallest is 0

@@ -230,7 +230,7 @@ class Operations:
         """Returns checksums (n,) int64 of the bits of ``values`` (S,) fp32, contiguous.
 
         A caller compares the checksums before and after some code to find out whether the code wrote to ``values``.
-        Both must be computed by the same backend, since backends compute different checksums.
+        The same backend must compute the checksums before and after, since each backend computes different checksums.
 
         Here the memory is read as a matrix of 8-byte integers with :data:`SUMMED_ROW` columns.  The checksums are the
         sums of the rows and the sums of the columns, followed by the elements that fill no row.  A change of one

@@ -10,7 +10,8 @@ N ranks would be N times as large.  The key of weights contains the step, but ne
 that all ranks and all passes of a step see the same weights.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with one call
-for every eight elements; docs/reference/wire_format.md gives the layout of key and bits.  No torch.
+for every eight elements; docs/reference/wire_format.md gives the layout of key and bits.  This module does not import
+torch.
 """
 
 from __future__ import annotations

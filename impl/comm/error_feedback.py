@@ -45,11 +45,13 @@ class Errors:
         self._since = 0  # the optimizer step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Return the errors that hop number ``hop``, counted from 0, adds to the next gradient; None if it keeps none.
+        """Return the errors that are added in hop number ``hop``, counted from 0, before the next gradient is encoded.
 
         The gradient consists of pieces: each rank sums one piece.  In the hop, this rank sends one or more pieces.  The
-        result has the errors of the elements [start, end) of each of these pieces.  The result is a view of the kept
-        errors, so the next encoding overwrites it.
+        result has the errors of the elements [start, end) of each of these pieces.  It is a view of the errors in this
+        object, so an encoding that uses the result updates this object.
+
+        Returns None if no errors are kept for this hop.
         """
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)

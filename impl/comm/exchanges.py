@@ -62,10 +62,11 @@ class Exchange(Protocol):
         """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank of the group.
 
         - In an all-gather, row i is the whole message of rank i of the group.
-        - In an all-to-all, row i is the part of this message that is for this rank.
+        - In an all-to-all, row i is the part of rank i's message that is for this rank.
         - In a step of a ring, there is only one row: the message of the previous rank.
 
-        In the first two cases, this rank's own message has a row too.  The result is valid until :meth:`close`.
+        In an all-gather and an all-to-all, this rank's own message has a row too.  The result is valid until
+        :meth:`close`.
         """
 
     def parts(self) -> Sequence[Tensor]:
@@ -426,7 +427,7 @@ class Distributed:
 
     @property
     def joins(self) -> tuple[Group, Arrival | None] | None:
-        """The key by which exchanges are posted together in one call of NCCL; None if this one is posted by itself.
+        """The key by which exchanges are posted together in one call of NCCL; None if this is not possible.
 
         Exchanges with equal keys can be posted together.  The key is a pair (group, arrival).  The group is that of the
         ranks that take part.  The arrival depends on the stream on which NCCL runs the exchange:
@@ -493,9 +494,11 @@ class Distributed:
 
 
 class Staged:
-    """An exchange of a GPU's tensors, which are copied to the CPU, sent by the exchange ``host``, and copied back.
+    """An exchange of a GPU's tensors through host memory.
 
-    It lets several ranks share a GPU, which NCCL refuses.  Copies to and from the host block the thread.
+    The message is copied to host memory, where ``host``, an exchange of CPU tensors, sends it.  What ``host`` receives
+    is copied to the GPU.  In this way several ranks can share a GPU, which NCCL refuses.  Copies to and from host
+    memory block the thread.
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:

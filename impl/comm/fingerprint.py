@@ -2,9 +2,8 @@
 
 An exchange is one collective: an all-gather, an all-to-all, or one step of a ring.  All ranks run the same program, so
 all must start the same exchanges in the same order.  If a rank does not, the others wait for its messages for ever.  To
-detect this, ranks compare the count of their exchanges and a 64-bit fingerprint of their order
-(:data:`impl.plan.traffic.ORDER_BYTES`).  If these differ, or if a wait fails, the logs are compared exchange by
-exchange.
+detect this, ranks send each other the count of their exchanges and a 64-bit fingerprint of their order, and compare
+them.  If a count or a fingerprint differs, or if a wait fails, the logs are compared exchange by exchange.
 """
 
 from __future__ import annotations

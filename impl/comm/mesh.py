@@ -102,8 +102,9 @@ class Mesh:
 
         In a device mesh of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate``
         is read as the nodes.  The dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` is read as the ranks
-        of a node.  If the dimensions have no names, the first is read as the nodes.  In all other cases torchrun's
-        ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.  Without this variable, all ranks share one node.
+        of a node.  If the dimensions have no names, the first is read as the nodes.  With a device mesh of one
+        dimension, and without a device mesh, torchrun's ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.  Without
+        this variable, all ranks share one node.
 
         Raises:
             MeshError: in each of these cases:
@@ -188,10 +189,10 @@ class Mesh:
 
     @property
     def counting(self) -> str:
-        """Text for the end of an error message, which says that the message uses this mesh's numbers of ranks.
+        """A remark for the end of an error message: the ranks in the message are numbered as in this mesh.
 
-        An example is ``(ranks as counted in the mesh of global ranks 4, 5)``, after a space.  For a mesh of all ranks
-        the text is empty, since the mesh's numbers are the global ranks.
+        For a mesh of global ranks 4 and 5, the remark is a space and then ``(ranks as counted in the mesh of global
+        ranks 4, 5)``.  For a mesh of all ranks it is empty, since the mesh's numbers are the global ranks.
         """
         if self.members is None:
             return ""
@@ -268,6 +269,8 @@ class Mesh:
         self, ranks: Sequence[int], members: Sequence[int], timeout: timedelta | None
     ) -> dist.ProcessGroup:
         """Make the process group of ``ranks``, numbered as in the mesh; only these ranks call this.
+
+        ``members`` has the global rank of each rank of the mesh.
 
         ``dist.new_group(use_local_synchronization=True)`` cannot be used.  It gives the group a name that contains the
         number of groups that the calling rank is in.  Two ranks that are in different numbers of groups would use
@@ -433,7 +436,6 @@ def _placed(ranks: Sequence[int]) -> Topology:
         raise MeshError(
             f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
             f"(LOCAL_WORLD_SIZE={each}), but each node must have equally many ranks, listed node by node: pass the "
-            "topology, such as "
-            "zeropp.mesh(nodes=1, ranks_per_node=3, group=group)"
+            f"topology, such as zeropp.mesh(nodes=1, ranks_per_node={len(ranks)}, group=group)"
         )
     return Topology(len(counts), len(ranks) // len(counts))

@@ -2,8 +2,9 @@
 
 A *method* is a user's class that reduces gradients or gathers weights in its own way (:mod:`impl.unit.own_reduction`,
 :mod:`impl.unit.own_gather`).  It gets a :class:`MethodWire`, which takes and returns tensors, while the engine's wire
-takes and returns bytes.  The messages go through the engine's wire.  Therefore the ledger counts every byte, the limits
-of a slow link hold for these messages too, and a rank that does not take part is reported within the wire's time-out.
+takes and returns bytes.  The messages go through the engine's wire.  Therefore the ledger counts every byte, a pacer
+(which models a slow link) delays these messages too, and a rank that does not take part is reported within the wire's
+time-out.
 
 All ranks must send the same messages in the same order: tensors of equal shapes and types along equal axes.  Each
 message is padded with zeros to a multiple of 16 bytes.
@@ -39,8 +40,8 @@ class Sent:
 
         Returns:
             After ``all_gather`` of a tensor of shape ``shape``: (ranks, *shape), the tensor of each rank of the axis.
-            After ``all_to_all`` of rows (ranks, ...): the same shape, with the row that each rank has sent to this
-            rank.  After ``shift``: the tensor of the previous rank.
+            After ``all_to_all`` of a tensor (ranks, ...): a tensor of the same shape, in which row i is the row that
+            rank i of the axis has sent to this rank.  After ``shift``: the tensor of the previous rank.
         """
         if self._received is None:
             assert self._exchange is not None  # noqa: S101  # kept until the message is received

@@ -156,8 +156,8 @@ class Reduction:
         """Start to average the ranks' gradients: post the first messages.
 
         Args:
-            gradient: (n * piece,) for the n ranks whose gradients are averaged, floating-point and contiguous.  The
-                caller may overwrite it when this method has returned.
+            gradient: (n * piece,) for the n ranks whose gradients are averaged, floating-point and contiguous.  When
+                this method has returned and ``opened`` is None, the caller may overwrite the gradient.
             key: determines the random bits of codecs that round stochastically; its ``source`` must be this rank.
             errors: the errors of error feedback, which are added before encoding; None without error feedback.
             opened: the exchange that :meth:`open_message` returned, if the gradient was written to its ``send``.

@@ -129,8 +129,8 @@ class Wire:
             )
         if mesh.thread is not None and pacer is not None:
             raise WireError(
-                "a pacer delays messages, but ranks that are threads run one at a time, so that their seconds mean "
-                "nothing: leave pacer= out"
+                "a pacer delays messages, but ranks that are threads run one at a time, so that measured times say "
+                "nothing about a link: leave pacer= out"
             )
         if transport == "shm" and mesh.device.type != "cpu":
             raise WireError(

@@ -71,8 +71,8 @@ def user_folder() -> Path:
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
     """Returns the path of the shared library in ``folder``; builds the library if it is not there.
 
-    ``compiler`` is by default the first of COMPILERS that is installed.  The compiler gets ``flags`` in addition to its
-    optimisation flags.
+    ``compiler`` is by default the first of COMPILERS that is installed.  It gets ``flags`` after the optimisation flags
+    that this file has for compilers of its kind (GCC or clang).
 
     Raises BuildError: if there is no compiler, if the compiler fails, or if the folder cannot be written.
     """
@@ -157,11 +157,13 @@ def _run(command: list[str]) -> str:
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as problem:
-        raise BuildError(f"{command[0]} does not run: {problem}") from problem
+        raise BuildError(f"{command[0]} does not run: {problem}; check that this compiler works") from problem
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         first = next(
             (line for line in lines if "error" in line), lines[0] if lines else "it printed no message"
         )
-        raise BuildError(f"{command[0]} failed with status {done.returncode}: {first.strip()}")
+        raise BuildError(
+            f"{command[0]} failed with status {done.returncode}: {first.strip()}; update or repair this compiler"
+        )
     return done.stdout

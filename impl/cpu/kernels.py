@@ -1,11 +1,11 @@
 """Runs codecs on CPU tensors in C++, on the calling thread, bit-equal to :mod:`impl.codecs.reference`.
 
 The C++ library has functions that encode, decode, copy or sum the rows of tensors.  Each of these functions takes one
-structure, the job (:class:`_Job`), which says where the rows are in memory and how they are encoded.  If the elements
-of a row are not contiguous, the tensor is copied first.
+structure, the job (:class:`_Job`), which says where the rows are in memory and how they are encoded.  The functions
+need rows whose elements are contiguous; tensors with other rows are copied to or from contiguous ones.
 
-A codec that does not quantise only casts elements to a type.  The library copies such elements if they have this type
-already, and sums them in one pass.  All other casts are done by torch.
+A codec that does not quantise only casts elements to a type.  For such a codec, the library copies elements that have
+this type already, and sums encoded elements in one pass.  Torch does everything else.
 """
 
 from __future__ import annotations
@@ -204,7 +204,10 @@ def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], 
     for name, tensor in zip(planes, tensors, strict=True):
         getattr(copy, name).address = tensor.data_ptr()
     if function(ctypes.byref(copy)) != 0:
-        raise MemoryError("not enough host memory for the buffers in which the C++ kernels encode a row")
+        raise MemoryError(
+            "not enough host memory for the buffers in which the C++ kernels encode a row: free memory, or run fewer "
+            "ranks on this host"
+        )
 
 
 def _has_whole_rows(x: Tensor) -> bool:

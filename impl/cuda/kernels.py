@@ -26,8 +26,8 @@ all others                                   ``encode_extents``, then ``encode_g
 ===========================================  ==========================================================
 
 Tests may switch kernels off by name (:data:`Part`).  If ``held`` or ``staged`` is off, the kernels in the table's next
-row are used.  If ``plain`` is off, all calls use general kernels.  If ``fused`` is off, ``decode_sum_encode`` takes two
-or more launches instead of one.
+row are used.  If ``plain`` is off, all calls use general kernels.  If ``fused`` is off, ``decode_sum_encode`` of codecs
+that quantise takes two or more launches instead of one.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHAST
 class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
-    Each row is cut into parts, and a part is the work of one thread block at a time.
+    Each row is cut into parts, and a thread block works on one part at a time.
 
     Args:
-        spread: the number of thread blocks at which a launch aims.  If all rows together have more parts, a thread
-            block of a launch that may loop works on up to 16 parts, one after the other.
+        spread: the number of thread blocks that a launch should have.  If there are many more parts than this, and the
+            kernel can loop, each thread block works on up to 16 parts of a row, one after the other.
         numel: the number of elements of a row.
         tensors: tensors of equal leading dimensions, by the names of their fields in the argument.
         codecs: codecs, by the names of their fields in the argument.
@@ -116,7 +116,7 @@ class _Call:
     ) -> None:
         if numel > LONGEST:
             raise ValueError(
-                f"a row has {numel} elements: the CUDA kernels take at most {LONGEST}, so cut the row"
+                f"a row has {numel} elements: the CUDA kernels take at most {LONGEST}; split it into shorter rows"
             )
         noise, carried = options
         placed = {**tensors, "error": carried.error} if carried is not None else dict(tensors)
@@ -125,8 +125,8 @@ class _Call:
         a, b, c = self.sizes = [size for size, _ in merged]
         if a * b > MOST_ROWS or c > MOST_ROWS:
             raise ValueError(
-                f"there are {a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} x {MOST_ROWS}, so pass "
-                "fewer rows at a time"
+                f"there are {a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} x {MOST_ROWS}; pass fewer "
+                "rows at a time"
             )
         self.numel, self.spread, self.arguments = numel, spread, np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
@@ -311,15 +311,16 @@ class Kernels(Operations):
 
         ``numel`` is the number of elements of a frame, and ``carried`` the error feedback of the encoding.
 
-        If neither codec quantises, one launch is enough, unless errors are carried.  If only one codec quantises, one
-        launch is not enough.  If both codecs quantise, one launch is enough under three conditions:
+        If neither codec quantises, one launch is enough if no errors are carried.  If only one codec quantises, one
+        launch is not enough.  If both codecs quantise, one launch is enough if all of these conditions hold:
 
-        - The second codec's block has at most 4,096 elements, and is a multiple of 8 elements or the whole row
+        - A block of the second codec has at most 4,096 elements, and is a multiple of 8 elements or the whole row
           (:func:`_holds`).
-        - If errors are carried, the second codec does not rotate.
-        - If the first codec rotates groups of more than 8 elements, a block of the second codec must consist of whole
-          groups, be the whole row, or have a number of elements that is a power of two.  Only then are the threads that
-          hold a group neighbours among the threads that encode a block.
+        - No errors are carried, or the second codec does not rotate.
+        - If the first codec rotates groups of more than 8 elements: a block of the second codec consists of whole
+          groups, is the whole row, or has a number of elements that is a power of two.  Only then does each group lie
+          in neighbouring threads.
+        - Tests have not switched ``fused`` off.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None

@@ -180,8 +180,8 @@ class _Reading:
     def _take(self, key: Key, value: Any) -> None:
         """Check the value of ``key``, and store it under the path that DeepSpeed uses for this key today.
 
-        Raises DeepSpeedError: if the value has another type, is not supported, or differs from the value of another
-        spelling of the key.
+        Raises DeepSpeedError: if the value does not have the key's type, is not supported, or differs from the value
+        that the configuration gives under another spelling of the key.
         """
         target = key.means or key.path
         typed = _typed(key, value)

@@ -82,8 +82,8 @@ class Renewal(Observer):
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Encode ``values`` (..., n) with every candidate codec, and add the squared errors to the sums of ``unit``.
 
-        A reduction calls this for each hop, with the gradients that the hop encodes.  Only the hop between nodes is
-        measured; calls for other hops do nothing.
+        A reduction calls this for each hop (one exchange between ranks); ``values`` are the gradients that the hop
+        encodes.  Only the hop between nodes is measured; calls for other hops do nothing.  ``frames`` is not used.
         """
         del frames
         for choice in self._choices:
@@ -152,7 +152,8 @@ class Renewal(Observer):
     def load(self, state: Tensor) -> None:
         """Take over a :meth:`state` that the same rank has saved.
 
-        The engine's clock must already have the step at which the state was saved.
+        Before the call, the engine's step counter (``clock.step``) must be set to the step at which the state was
+        saved, since it decides whether errors are measured in the coming step.
         """
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
@@ -162,9 +163,10 @@ class Renewal(Observer):
         self._squares.copy_(squares)
 
     def reset(self) -> None:
-        """Return to the codecs with which training begins, and forget what was measured.
+        """Return to the codecs with which training begins, and forget the errors that were measured.
 
-        The engine's clock must already have its new step.
+        Before the call, the engine's step counter (``clock.step``) must be set to the step from which training
+        continues.
         """
         self.load(torch.zeros_like(self.state()))
 

@@ -69,7 +69,7 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
     ...".  The optimizer, the attributes of its class and all random number generators are unchanged afterwards.
 
     Args:
-        optimizer: the optimizer, with the states that it has.
+        optimizer: the optimizer; the states that it has already are tested too.
         closure: whether the optimizer's ``step()`` is called with a closure.
     """
     return _why_not(optimizer, closure=closure, every=False)
@@ -78,12 +78,12 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
     """Test copies of ``optimizer``, and return a text that says why it must not step shards; None if it may.
 
-    If a step of a copy raises an error, the test is repeated with ``every=True``.  If a step raises an error again,
-    ``closure`` is False, and the optimizer's ``step()`` has an argument ``closure``, the test is repeated once more,
-    now with a closure.
+    If a step of a copy raises an error, the test is repeated with ``every=True``.  If a step raises an error again, and
+    was called without a closure although the optimizer's ``step()`` takes one, the test is repeated once more with a
+    closure.
 
     Args:
-        optimizer: the optimizer, with the states that it has.
+        optimizer: the optimizer; the states that it has already are tested too.
         closure: whether the steps are called with a closure.
         every: whether a copy has a small tensor for every tensor of the optimizer.  If False, it has small tensors only
             for the first two tensors of each parameter group, which is faster.
@@ -204,10 +204,10 @@ class _Task(NamedTuple):
 
 
 class _Twin:
-    """A copy of an optimizer that steps *probes*: small parameters in place of the optimizer's tensors.
+    """Copies an optimizer, and takes trial steps with the copy.
 
-    All probes of one copy have the shape ``shape`` and the same initial values.  These are taken from the initial
-    weights of ``task``, from element ``first`` on.
+    The copy steps *probes*: small parameters in place of the optimizer's tensors.  All probes of one copy have the
+    shape ``shape`` and the same initial values: the initial weights of ``task``, from element ``first`` on.
     """
 
     def __init__(
@@ -259,17 +259,16 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Return a copy of an optimizer that steps *probes*, small parameters in place of the optimizer's tensors.
+    """Copy an optimizer; the copy steps *probes*, which are small parameters in place of the optimizer's tensors.
 
-    Returns the copy and the list of probes.  The copy has the same options, attributes and states, except that a
+    Returns the copy and the list of probes.  The copy has the optimizer's options, attributes and states, except that a
     learning rate of 0 is replaced by a positive one.
 
     Args:
         optimizer: the optimizer.
         start: the initial values of each probe, in the shape of a probe.
-        part: the range of a probe's elements in a tensor of ``NUMEL`` elements, of which the probe stands for a part.
-            If the optimizer has a state with a value for each element, this state is repeated or cut to ``NUMEL``
-            elements, and the probe gets the elements ``part`` of the result as its state.
+        part: which elements of a tensor with ``NUMEL`` elements a probe has.  A state of the optimizer that has a value
+            for each element is repeated or cut to ``NUMEL`` elements, of which the probe's state has ``part``.
         every: whether the copy has a probe for every tensor of the optimizer.  If False, it has probes only for the
             first two tensors of each parameter group.
     """

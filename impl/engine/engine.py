@@ -317,8 +317,8 @@ class Zero:
             if count := sum(id(tensor) not in sharded for tensor in others):
                 left = "keep the loss scale" if scaled else "not be clipped"
                 raise ZeroError(
-                    f"{call} got optimizers that also hold {count} tensors outside of any sharded model, whose "
-                    f"gradients would {left}: give these tensors an optimizer of their own"
+                    f"{call} got optimizers that also hold tensors outside of any sharded model (number: {count}), "
+                    f"whose gradients would {left}: give these tensors an optimizer of their own"
                 )
             if scaled:
                 for engine in together:
@@ -494,7 +494,7 @@ class Zero:
         - the copies of earlier weights, if the policy sends weights as differences from these copies;
         - the state of users' own reductions and gathers;
         - the anchors and momenta of outer steps (DiLoCo);
-        - the codecs that a bit budget has chosen.
+        - the codecs that a bit budget has chosen, and the errors measured for its next choice.
         """
         state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
         if self.renewal is not None:
@@ -507,15 +507,28 @@ class Zero:
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a ``state`` that :meth:`communication_state` has returned on this rank.
 
-        Topology and policy must be the same as then.
+        Topology and policy must be the same as when the state was returned.
 
         Raises:
             ZeroError: if the names, shapes or types in the state do not fit; the engine is then unchanged.
         """
+        if missing := {"step", "micro_batch"} - state.keys():
+            raise ZeroError(
+                f"state has no {' and no '.join(sorted(missing))}: load a state that communication_state() has returned"
+            )
         unit_states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
             unit_states[name][entry] = tensor
+        known = {
+            "",
+            *(unit.geometry.name for unit in self.units),
+        }  # "" has the entries of no unit, such as the step
+        if unknown := sorted(unit_states.keys() - known):
+            raise ZeroError(
+                f"state has entries of unit {unknown[0]!r}, which this model does not have: load a state that was "
+                "saved with the same model"
+            )
         numel = state["budget"].numel() if "budget" in state else 0
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:
@@ -682,8 +695,8 @@ class Zero:
     def check_hidden(self, call: str) -> None:
         """Raise a ZeroError if parameters of the model are in an open GatheredParameters context.
 
-        A call that writes weights makes this check, since the end of the context would undo what it has written.
-        ``call`` is the name of this call, for the error message.
+        Calls that write weights make this check, since the context overwrites the weights when it is left.  ``call`` is
+        the name of the call that makes the check, for the error message.
         """
         for unit in self.units:
             if unit.flat.shown:

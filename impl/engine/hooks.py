@@ -277,7 +277,8 @@ class Hooks:
 
         Args:
             outputs: the memory addresses of the tensors that the model has returned.
-            backward: whether a backward pass may follow; units that the backward pass needs first stay gathered.
+            backward: whether a backward pass may follow.  If True, the units that this pass will use first stay
+                gathered.
         """
         passes = self._passes
         passes.in_forward = False

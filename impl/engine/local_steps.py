@@ -51,8 +51,8 @@ class LocalSteps:
         if first and self._waiting:
             raise ZeroError(
                 "local_steps: optimizers have stepped only some of the masters that have gradients, and then another "
-                "backward pass has run: step all optimizers after each backward pass, or clear the gradients of the "
-                "others before the first of them steps"
+                "backward pass has run: step all optimizers after each backward pass; if some masters are not to be "
+                "stepped, clear their gradients before the first optimizer steps"
             )
         self._waiting = first or self._waiting
         if not self._waiting or self._masters.unused_gradients:

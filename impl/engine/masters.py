@@ -91,8 +91,9 @@ class Masters:
     def norm(self, wire: Wire, policy: Policy, norm_type: float = 2.0) -> Tensor:
         """Compute the global norm of the mean gradient, over the shards of all ranks, as a scalar tensor in fp64.
 
-        All ranks must call it, and all get the same bits.  With local steps (DiLoCo) in ``policy``, the norm is that of
-        a group of ranks, and all ranks of a group get the same bits.  ``norm_type`` is the p of the p-norm.
+        All ranks must call it, and all get the same bits.  There is one exception: with local steps (DiLoCo) in
+        ``policy``, each group of ranks has a mean gradient and a norm of its own, and only the ranks of one group get
+        the same bits.  ``norm_type`` is the p of the p-norm.
 
         Raises:
             ZeroError: if ``norm_type`` is out of range.  It must be ``inf``, or a number above 0 and at most 8.
@@ -271,10 +272,10 @@ class LossScaler:
         return factor
 
     def stepped(self) -> None:
-        """Count a step that was not skipped, and double a dynamic loss scale if it is due.
+        """Count a step that was not skipped; after enough of these steps, double a dynamic loss scale.
 
-        The scale is due to double when ``window`` steps without an overflow have followed its last change.  ``window``
-        is a field of the policy's loss scale.  The scale does not grow beyond ``LARGEST_SCALE``.
+        The scale is doubled when ``window`` steps without an overflow have followed its last change.  ``window`` is a
+        field of the policy's loss scale.  The scale does not grow beyond ``LARGEST_SCALE``.
         """
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:
@@ -283,7 +284,7 @@ class LossScaler:
     def follow(self, other: LossScaler, *, skipped: bool) -> None:
         """Copy the scale from ``other``, the scaler of another model that has stepped together with this model.
 
-        ``skipped`` says whether that step was skipped; this scaler then counts a skipped step too.
+        ``skipped`` says whether the models have skipped the step.  If True, this scaler counts a skipped step too.
         """
         if other is not self:
             self.scale, self._since = other.scale, other._since

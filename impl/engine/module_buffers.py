@@ -62,10 +62,10 @@ class ModuleBuffers:
         )
 
     def _agree_on(self, buffers: Mapping[str, Tensor]) -> None:
-        """Fix the layout of the message that each rank sends until the next call.
+        """Set the layout of the message that each rank sends, until this method is called again.
 
-        The message has the bytes of all ``buffers``, in their order, and a last byte, by which a rank tells the others
-        that its buffers no longer fit this layout.  Without buffers there is no message.
+        The message has the bytes of all ``buffers``, in their order, and a last byte, by which a rank tells the other
+        ranks whether its buffers still fit this layout.  Without buffers there is no message.
         """
         self._kinds = _kinds(buffers)
         # Bytes of a rank's message, whose last byte may be _CHANGED.  Without buffers there is no message.
@@ -141,8 +141,8 @@ class ModuleBuffers:
 
         Returns None in two cases:
 
-        - On some rank, shapes or types of buffers have changed since the last :meth:`_agree_on`.  The rank tells the
-          others so by a last byte of 1.
+        - On some rank, shapes or types of buffers have changed since the last :meth:`_agree_on`.  The message of this
+          rank has a last byte of 1.
         - There were no buffers at the last :meth:`_agree_on`.  The ranks then have agreed on no message, and nothing is
           sent.
         """

@@ -92,11 +92,11 @@ def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 class _Guard(NamedTuple):
-    """One change to torch: the attribute ``name`` of ``owner`` was ``replaced``, and is ``guard`` now."""
+    """One change to torch: in the attribute ``name`` of ``owner``, the function ``guard`` replaces torch's function."""
 
     owner: Any
     name: str
-    replaced: Callable[..., Any]
+    replaced: Callable[..., Any]  # torch's function
     guard: Callable[..., Any]
 
 
@@ -152,8 +152,8 @@ def _release() -> None:
 def _stepping() -> bool:
     """Return whether any thread is inside an optimizer's step.
 
-    During a step, torch iterates over the hooks, and would fail if a hook were removed.  The removal could otherwise
-    happen then, because a garbage collection during the step may delete the last engine.
+    During a step, torch iterates over the hooks, and would fail if a hook were removed.  A garbage collection during
+    the step may delete the last engine, and so call :func:`_release`, which must not remove the hooks then.
     """
     for frame in sys._current_frames().values():  # noqa: SLF001  # documented in spite of its name
         inner: FrameType | None = frame

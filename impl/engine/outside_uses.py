@@ -81,7 +81,8 @@ def weights_in(units: Sequence[Unit]) -> Special:
 
     - A view of weights that are gathered now: autograd keeps no memory, but only the unit, the version of its weights,
       and the view's shape, strides and offset.  Backward gathers the weights again if necessary.
-    - Such a view in another type, or one that torch conjugates or negates when it is read: autograd keeps a copy.
+    - A view of such weights that has another type, or that torch conjugates or negates when it is read: autograd keeps
+      a copy.
     - Any other tensor: the function returns None, and autograd saves the tensor as usual.
     """
 
@@ -242,7 +243,7 @@ class SavedTensors:
     def leave(self) -> None:
         """End the innermost running call of a hooked module.
 
-        If this call has put the engine's hooks on torch's stack, they are removed.
+        If the engine's hooks were put on torch's stack for this module call (:meth:`take_over`), they are removed.
         """
         if self.calls and (users := self.calls.pop()) is not NOTHING:
             self._hooks.__exit__()

@@ -81,10 +81,11 @@ def check_value(name: str, held: Tensor, value: object) -> None:
 
     The value must be a dense tensor with data, and must have the shape of ``held``.  Types may differ:
 
-    - From one floating-point type to another, values are rounded, but no finite value may become infinite.
+    - From one floating-point or complex type to another, values are rounded, but no finite value may become infinite.
+      A complex buffer also takes real values, under the same rules.
     - In every other conversion, all values must stay equal.
-    - A tensor with one byte for each element is refused for a parameter, unless it is of a floating-point type.  It
-      would hold quantised codes, and their scales are missing.
+    - A parameter takes no integers or booleans of one byte, even if their values stay equal: they are probably
+      quantised codes, whose scales are missing.
     """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
@@ -103,6 +104,10 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if not isinstance(held, nn.Parameter):
         check_repeated(name, held, value)
     dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are fp32
+    kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
+    if dtype.is_complex:  # both parts of a complex number are checked as real numbers
+        dtype = dtype.to_real()
+        value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
     if value.is_floating_point() and dtype.is_floating_point:
         if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
             narrowing = Narrowing(dtype)
@@ -112,8 +117,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
         return
     # A parameter with one byte for each element is quantised, and its scales are not in this tensor.
     codes = isinstance(held, nn.Parameter) and value.itemsize == 1
-    if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
-        kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
+    if codes or not _same(value.to(dtype).to(value.dtype), value):
         raise ZeroError(
             f"state {name!r} is {kind}, expected {wanted}: convert it to {wanted} before loading, and dequantise it if "
             "it has quantised codes; loading it as it is would change values, or take codes for values"
@@ -231,8 +235,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     given = _under_all_names(held, state)
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
-            f"the names of state and model differ: {len(odd)} names are in only one of the two, such as {odd[0]!r}; "
-            "load a state dict with the names of model.state_dict()"
+            f"the names of state and model differ: {odd[0]!r} is in only one of the two (such names: {len(odd)}); load "
+            "a state dict with the names of model.state_dict()"
         )
     _load(model, units, held, given)
 

@@ -83,9 +83,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield, in model order, the given ``blocks``, and modules that hold parameters outside of these blocks.
+    """Yield, in model order, the ``blocks`` inside ``module``, and the outermost modules between these blocks.
 
-    The latter are the largest modules inside ``module`` that have parameters and contain no block.
+    A module between the blocks has parameters, is in no block and contains no block.  ``module`` itself is not yielded.
     """
     for child in _called(module):
         if child in blocks or blocks.isdisjoint(child.modules()):

@@ -187,8 +187,8 @@ class OptimizerState(_Values):
         if not isinstance(held := state.get(key), Tensor):
             keys, kind = ", ".join(sorted(state)) or "none", type(optimizer).__name__
             raise ZeroError(
-                f"{kind} has no state {key!r} of parameter {name!r}, only these: {keys}; pass one of them, or take a "
-                "step first"
+                f"{kind} has no state {key!r} of parameter {name!r} (its states: {keys}): pass the name of one of its "
+                "states, or take a step first"
             )
         self._is_number = held.dim() == 0
         self._state = held if self._is_number else held[self._local.start - first :][: self._length]

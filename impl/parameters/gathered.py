@@ -416,7 +416,7 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
     Args:
         orders: for each rank, the hash of its list of parameters (:func:`_order_of`).
         modifiers: for each rank, its ``modifier_rank``, or -1 for None.
-        changed: (ranks, parameters), not 0 where a rank has changed a parameter.
+        changed: (ranks, parameters), 0 for each parameter that a rank has not changed.
     """
     for rank, order in enumerate(orders):
         if order != orders[0]:
@@ -435,8 +435,9 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
         return None
     ranks = changed.any(1).nonzero().flatten().tolist()
     return (
-        f"{int(changed.any(0).sum())} of {changed.shape[1]} gathered parameters were changed, on ranks "
-        f"{', '.join(map(str, ranks))}, without a modifier_rank: pass the rank whose values all ranks shall take"
+        f"GatheredParameters has modifier_rank=None, but parameters were changed ({int(changed.any(0).sum())} of "
+        f"{changed.shape[1]}; ranks: {', '.join(map(str, ranks))}): set modifier_rank to the rank whose values all "
+        "ranks shall take"
     )
 
 

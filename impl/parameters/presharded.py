@@ -194,7 +194,8 @@ def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return, by name, a hash for each of the ``parameters`` of which this rank holds only a slice.
 
     A parameter's hash is computed from its whole values when they are cut to slices.  If the parameter is gathered and
-    cut again, the hash is of the values at all cuts.  Ranks that have cut equal values therefore have equal hashes.
+    cut again, the hash is updated with the values that the parameter has then.  Ranks that have cut equal values at
+    every cut therefore have equal hashes.
     """
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}

@@ -2,8 +2,9 @@
 
 The problem is a multiple-choice knapsack, which is solved greedily.  Every unit starts with its smallest codec.  Then
 codecs are changed one by one.  A change must reduce the error and fit into the rest of the budget.  Of all such
-changes, the one that reduces the error most for each additional byte is made next.  The sum of errors is never larger
-than with the best choice of one codec for all units.
+changes, the one that reduces the error most for each additional byte is made next.  At the end, these chosen codecs
+are compared with the choices that give all units the same codec.  Among the choices that fit into the budget, the one
+with the smallest sum of errors is the result.
 
 :func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses codecs by their measured errors, and
 :func:`at_most` bounds the traffic of any choice.
@@ -154,8 +155,8 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
             elements += times * sum(pieces)
         if not names:
             raise PolicyError(
-                f"budget '{policy.budget}' has no unit to choose a codec for: all units are frozen or "
-                "persistent; remove budget, or lower memory.persist_below"
+                f"budget '{policy.budget}' has no unit to choose a codec for: all units are frozen or persistent; "
+                "remove budget, train some parameters, or lower memory.persist_below"
             )
         initial, bits = sum(size[0] for size in sizes), getattr(policy.budget, purpose)
         limit = bytes_within(bits, elements) if bits else initial

@@ -30,22 +30,24 @@ def taken_at_start(
 ) -> frozenset[int]:
     """Returns the indices of the units that take the memory of their weights when their all-gather starts.
 
-    These are, as in :meth:`impl.unit.weight_gather.WeightGather.start`:
-
-    - all units, if a GPU's stream waits for messages (``streams``);
-    - units whose gather only casts the rank's own weights;
-    - units whose messages arrive in the memory of the weights.
-
     All other units take the memory later, when their messages are decoded.  A unit that a user's class gathers always
-    takes the memory later.  If a budget chooses the codec of a unit, the codec is not known yet.  The result then
-    has the unit if it would take the memory at the start with at least one of the budget's codecs.
+    takes the memory later.  Any other unit takes it at the start in each of these cases, as in
+    :meth:`impl.unit.weight_gather.WeightGather.start`:
+
+    - a GPU's stream waits for messages (``streams``);
+    - the gather only casts the rank's own weights;
+    - the messages arrive in the memory of the weights.
+
+    If a budget chooses the codec of a unit, the codec is not known yet.  The result then contains the unit if one of
+    these cases holds with at least one of the budget's codecs.
 
     Args:
         policy: the policy of the model, without a schedule.
         topology: nodes and ranks.
         units: the model's units, in model order.
         streams: whether a GPU's stream waits for messages, as with NCCL.
-        in_place: whether the transport lets messages along an axis arrive in the memory of the weights.
+        in_place: a function that returns whether the transport lets messages along an axis arrive in the memory of
+            the weights.
     """
 
     def early(rules: Policy, shard: int) -> bool:

@@ -9,8 +9,8 @@ the project use the same tuples:
   :mod:`impl.comm.reduce_scatter` and :mod:`impl.unit.gradient_reduction` run reductions;
 * :mod:`impl.plan.traffic` counts their bytes;
 * :mod:`impl.plan.step_time` predicts their seconds;
-* :mod:`impl.plan.memory` and :mod:`impl.plan.messages` compute from them the sizes of hpZ's copy of the weights, of the
-  carried errors and of the buffers.
+* :mod:`impl.plan.memory` and :mod:`impl.plan.messages` compute from them how much memory is taken by hpZ's copy of the
+  weights, by the errors that error feedback carries to the next step, and by the buffers of messages.
 
 The table lists the hops of ZeRO++ on two nodes of two ranks.  ``source`` is what a rank sends in the hop, and ``keeps``
 is what stays on the rank afterwards (:data:`Source`, :data:`Keeps`).  A frame is one encoded shard.  In a reduction, a
@@ -148,6 +148,7 @@ class Hop:
         """Returns whether messages consist of plain elements of the type ``dtype``, such as ``bf16``.
 
         Such messages have no scales and no padding, and elements that have this type already need no encoding.
+        ``dtype`` is None for a type that no codec sends; the result is then False.
         """
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
@@ -170,8 +171,9 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
             tuple is empty.
         topology: nodes and ranks.
         shard: the number of elements of a rank's shard.
-        sends: what the first hop sends.  ``differences`` means ``weights`` if the policy has no differences, and
-            ``copy`` means ``weights`` if the policy has no hpZ.
+        sends: what the first hop sends (:data:`Sends`), such as ``weights``, or ``differences`` between the weights and
+            hpZ's copy.  ``differences`` means ``weights`` if the policy sends no differences, and ``copy`` means
+            ``weights`` if the policy has no hpZ.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
@@ -349,8 +351,8 @@ def _reduction(
 ) -> tuple[Hop, ...]:
     """Returns the hops that compute a mean over ``ranks`` ranks and bring each rank the mean of its shard.
 
-    The first hops add up, after which each rank has the mean of one piece of its shard.  The last hops, if any, gather
-    the other pieces of the shard from other ranks.
+    The first hops add up the ranks' values, after which each rank has the mean of one piece of its shard.  The last
+    hops, if any, gather the other pieces of the shard from other ranks.
 
     Args:
         policy: the policy for this unit.
@@ -358,7 +360,7 @@ def _reduction(
         piece: the number of elements of a piece.
         grain: a number of elements.  A piece may be cut into chunks, which are sent separately; each chunk starts on a
             multiple of this number.
-        sums: (axis, codec) of each hop that adds up.
+        sums: (axis, codec) of each hop that adds up values.
         ranks: the number of ranks over which the mean is taken.
         outer: False to average the gradients of a whole unit.  True to average, for one shard, how far the masters
             have moved (an outer step).
@@ -402,9 +404,10 @@ def _reduction(
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
     """Returns the order in which a reduction of ``hops`` hops posts its messages, if it is sent in ``chunks`` chunks.
 
-    Each chunk takes all hops.  The result is a list of turns; a turn is the list of messages that are posted at one
-    time, as (hop, chunk), both counted from 0.  The first turn is the start of the reduction, and each later turn is a
-    call of ``post_next_hop()``.  With 2 hops and 3 chunks: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
+    Each chunk is sent over all hops.  The result is a list of turns.  A turn is the list of messages that are posted at
+    one time, each as (hop, chunk); hops and chunks are counted from 0.  The first turn is posted when the reduction
+    starts, and each later turn by a call of :meth:`impl.plan.reduction_queue.Reducing.post_next_hop`.  With 2 hops and
+    3 chunks: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
 
     As soon as chunk c + 1 has been posted on a hop, chunk c is posted on the next hop.  Thus all links are in use while
     most of the gradient is still to be encoded.

@@ -47,10 +47,11 @@ def with_muon(
     ``parts`` are the bytes with Adam, which :func:`memory` has returned.  The result differs from ``parts`` in two
     entries:
 
-    - ``optimizer``: 4 bytes for each element of a matrix (the momentum), and 8 bytes for each other element
+    - ``optimizer``: of the trained elements in the rank's shards, 4 bytes for each element of a matrix (the momentum),
+      and 8 bytes for each other element (Adam's two moments)
     - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns, that is,
-      orthogonalises.  The second has room for the matrix elements in the rank's shard of one unit, the unit with
-      most of them
+      orthogonalises.  The rank's shard of a unit has a stretch of matrix elements, padding included; the second
+      buffer has the size of the longest such stretch of any unit
 
     The messages to and from the owners of matrices are not counted.
     """
@@ -80,21 +81,23 @@ def memory(
 ) -> dict[str, int]:
     """Returns for each part of one rank's memory the most bytes that the part has at one time during a step.
 
-    S is the number of elements of the rank's shards of all units.  The parts are:
+    S is the number of elements of the rank's shards of all units, and T the number of elements of its shards of trained
+    units.  The parts are:
 
     - ``masters``: 4 S, the fp32 weights
     - ``frozen``: the codes of frozen weights that are kept as codes; these weights do not count as ``masters``
-    - ``gradients``: 4 S, the mean gradients of trained units
-    - ``optimizer``: 8 S, Adam's two moments of trained units
-    - ``secondary``: hpZ's copy of the weights.  If a budget or a schedule changes its codec, the largest codec counts
+    - ``gradients``: 4 T, the mean gradients
+    - ``optimizer``: 8 T, Adam's two moments
+    - ``secondary``: hpZ's copy of the weights.  If a budget or a schedule changes the codec of the copy, the codec that
+      needs most bytes counts
     - ``feedback``: the carried errors of gradient codecs (error feedback).  If only some steps of a schedule use error
       feedback, the errors are kept in the other steps as well
-    - ``outer``, with local steps only: 4 S for the anchor, that is, the weights after the last outer step, and 4 S for
+    - ``outer``, with local steps only: 4 T for the anchor, that is, the weights after the last outer step, and 4 T for
       the outer momentum, if the policy has one
     - ``gathered``: unsharded weights in the compute type (see below)
-    - ``local_gradients``: unsharded gradients of trained units.  If several micro-batches are added up locally, they
-      are the gradients of all these units in fp32.  Otherwise they are the gradients of the outer units and of the
-      largest unit of a block, in the compute type
+    - ``local_gradients``: unsharded gradients of trained units.  If the gradients of several micro-batches are added up
+      locally, this part has the gradients of all trained units, in fp32.  Otherwise it has the gradients of the outer
+      units and of the largest unit of a block, in the compute type
     - ``messages``: the buffers of messages (:mod:`impl.plan.messages`), only with ``streams``
 
     Outer units are the unit of the root module's own parameters and the unit of the persistent parameters.
@@ -126,8 +129,8 @@ def memory(
         micro_batches: the number of micro-batches in a step.
         backward: False for steps without a backward pass, for which no units stay gathered.
         streams: True if a GPU's stream waits for messages, as with NCCL; False if the host waits for them.
-        in_place: whether the transport lets messages along an axis arrive in the memory of the gathered weights, as
-            gloo does over TCP (:meth:`impl.comm.wire.Wire.lets_go`).  By default no transport does.
+        in_place: a function that returns whether the transport lets messages along an axis arrive in the memory of the
+            gathered weights, as gloo does over TCP (:meth:`impl.comm.wire.Wire.lets_go`).  By default it returns False.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)

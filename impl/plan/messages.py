@@ -42,7 +42,7 @@ _FINENESS: Final = 4  # significant bits of a buffer's size: eight sizes from on
 def size_class(nbytes: int) -> int:
     """Returns the size in bytes of the buffer that carries a message of ``nbytes`` bytes.
 
-    The buffer has at least 512 bytes; a larger one is at most an eighth larger than its message.  For a message of
+    The result is at least 512 bytes.  If it is more, it exceeds ``nbytes`` by at most an eighth.  For a message of
     1000 bytes: 1024.
     """
     step = 1 << max(0, nbytes.bit_length() - _FINENESS)
@@ -57,7 +57,10 @@ def message_bytes(
     micro_batches: int = 1,
     backward: bool = True,
 ) -> int:
-    """Returns the bytes of all buffers for one rank's messages of weights and gradients, from the third step on.
+    """Returns the bytes of all buffers for one rank's messages of weights and gradients.
+
+    The engine allocates a buffer when a message first needs it.  If all steps send messages of the same sizes, it has
+    allocated all buffers after two steps.
 
     In two cases the result is an upper bound:
 

@@ -7,8 +7,8 @@ copy of all sharded states:
 1. *momentum*: every rank sends its part of each matrix's momentum to the matrix's owner;
 2. *update*: the owner, which has orthogonalised the matrix, sends every rank its part of the update back.
 
-The message from one rank to another has one frame for each matrix, so no block of a codec spans two matrices.
-Messages differ in length; a rank that holds no part of an owner's matrices sends this owner nothing.
+In a message, the part of each matrix is encoded by itself, so no block of a codec (elements that share a scale) spans
+two matrices.  Messages differ in length; a rank that holds no part of an owner's matrices sends this owner nothing.
 
 The assignment is a pure function of layout and topology, so every rank computes the same.  Pure: no torch.
 """
@@ -30,7 +30,7 @@ from impl.policy.topology import Axis, Topology
 MATRICES: Final = 1  # the optimizer group of matrices; all other groups are stepped by AdamW
 MOMENTUM_BYTES: Final = 4  # Muon's state for each element of a matrix: the momentum in fp32
 NEWTON_SCHULZ_STEPS: Final = 5  # torch's default
-_REST: Final = "leave it to AdamW, by returning another group for this parameter from group_of="
+_REST: Final = "leave the parameter to AdamW: let the group_of= of shard() return another group for it"
 
 
 class Part(NamedTuple):
@@ -202,8 +202,8 @@ def _assign(costs: Sequence[float], held: Sequence[Sequence[int]]) -> list[int]:
     There are two passes over the matrices, and each pass starts with the most expensive matrix.  The first pass gives
     each matrix to the rank with the least cost so far.  The largest cost of a rank after this pass is the limit for the
     second pass.  The second pass assigns all matrices anew.  A matrix fits on a rank if the rank's cost, with this
-    matrix, is within the limit; of these ranks, the one that holds most of the matrix gets it.  If some matrix fits on
-    no rank, the owners of the first pass are returned.
+    matrix, is within the limit.  Among the ranks on which a matrix fits, the second pass chooses the rank that holds
+    most of the matrix.  If some matrix fits on no rank, the owners of the first pass are returned.
     """
     ranks, order = range(len(held[0])), sorted(range(len(costs)), key=lambda number: -costs[number])
     loads, even = [0.0] * len(ranks), [0] * len(costs)

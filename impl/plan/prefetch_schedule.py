@@ -108,25 +108,27 @@ class Schedule:
     def ahead_in_backward(self) -> Sequence[Sequence[int]]:
         """For each unit, the indices of the units whose all-gathers start when this unit is about to run in backward.
 
-        That is when the gradient of the unit's output arrives.  ``ahead_in_backward[unit]`` lists the indices in the
-        order in which the units will run.
+        A unit is about to run in backward when the gradient of its output arrives.  ``ahead_in_backward[unit]`` lists
+        the indices in the order in which the units will run.
         """
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
         """Returns the indices of the units that are gathered ahead while ``unit`` runs.
 
-        They are the units that follow ``unit`` in ``order``, as many as three limits allow:
+        They are the units that follow ``unit`` in ``order``, or the first units of ``order`` if ``unit`` is an outer
+        unit.  As many of them are gathered ahead as three limits allow:
 
-        - At most :data:`MOST_AHEAD` units are gathered ahead.
-        - These units have at most ``prefetch`` elements in total.  If ``prefetch`` is 0, no unit is gathered ahead.
-          Otherwise this limit does not apply to the next unit.  A pair is two units that are gathered together.  If the
-          next unit or the one after it begins a pair, the limit does not apply to any unit up to the end of the pair.
-        - All units that are gathered at one time have at most ``max_live`` elements.  If ``max_live`` is None, the
-          limit is ``MOST_LIVE`` elements, and does not apply to the next unit.
+        - number: at most :data:`MOST_AHEAD` units are gathered ahead.
+        - ``prefetch``: the units that are gathered ahead have at most ``prefetch`` elements in total, but the first of
+          them may be larger.  If the first or the second of them begins a pair (two units that are gathered together),
+          the units up to the end of this pair may also exceed the limit.  With ``prefetch=0`` no unit is gathered
+          ahead.
+        - ``max_live``: all units that are gathered at one time have at most ``max_live`` elements.  If ``max_live`` is
+          None, they have at most ``MOST_LIVE`` elements, but the first unit is gathered ahead whatever its size.
 
-        If the last unit within the limits is the first unit of a pair, it is left out, so that both units are gathered
-        later, together.  It is not left out if it is the only unit.
+        If the limits would separate the two units of a pair, the first unit of the pair is left out too, so that both
+        are gathered together later.  But a unit is not left out if no other unit would be gathered ahead.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
@@ -220,21 +222,22 @@ def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units whose weights stay gathered from a forward pass to its backward pass.
 
-    ``units`` are in model order.
+    ``units`` are in model order.  Outer units (the root's own parameters, and persistent parameters) stay gathered,
+    since they are used last in forward and first in backward.  Blocks stay gathered, beginning with the last block, as
+    long as two limits allow it:
 
-    - Outer units (the root's own parameters, and persistent parameters) stay gathered, since they are used last in
-      forward and first in backward.
-    - Blocks stay gathered, beginning with the last block, as long as the limits ``memory.max_reuse`` and
-      ``memory.max_live`` allow it.
-    - ``max_reuse``: a block stays gathered if fewer than ``max_reuse`` elements run between its forward and its
-      backward pass.  These are the elements of all later blocks, counted twice, since a block runs in forward and in
-      backward.  For the last block the number is 0.
-    - ``max_live``: all units that are gathered at one time have at most ``max_live`` elements.
+    - ``memory.max_reuse``: fewer than ``max_reuse`` elements run between the block's forward and its backward pass.
+      These are the elements of all later blocks, counted twice, since a block runs in forward and in backward.  For the
+      last block the number is 0.
+    - ``memory.max_live``: all units that are gathered at one time have at most ``max_live`` elements.
+
+    There are three exceptions:
+
     - With ``max_reuse=0`` no unit stays gathered, not even the outer units.
-    - On one rank, any ``max_reuse`` above 0 is no limit.  There, freeing weights saves only 2 bytes for each parameter,
-      and gathering them again reads and writes 6 bytes, because the masters are cast again.
     - If forward and backward compute with differently quantised weights (``planes`` other than 1), no unit stays
       gathered.
+    - On one rank, any ``max_reuse`` above 0 is no limit.  There, freeing weights saves only 2 bytes for each parameter,
+      and gathering them again reads and writes 6 bytes, because the masters are cast again.
     """
     if policy.planes != 1:
         return frozenset()

@@ -1,8 +1,8 @@
 """Decides when the gradient reductions of a backward pass start, post messages and end.
 
 :class:`ReductionQueue` starts reductions in one order on all ranks, and limits the number of elements that are being
-reduced at one time.  A reduction sends its messages in one or more hops, exchanges along one axis of ranks.  Both the
-engine (:mod:`impl.unit.gradient_reduction`) and the simulation of a step (:mod:`impl.plan.timeline`) use this class, so
+reduced at one time.  A reduction sends its messages in hops; a hop is one exchange along one axis of ranks.  The engine
+(:mod:`impl.unit.gradient_reduction`) and the simulation of a step (:mod:`impl.plan.timeline`) both use this class, so
 that a prediction follows the same schedule as a run.
 
 Pure: no torch.

@@ -130,7 +130,7 @@ class Machine:
 
     @property
     def fits(self) -> tuple[Machine, ...]:
-        """One machine for each set of rates that fits the measurements equally well.
+        """One machine for each of the sets of rates that explain the measurements equally well.
 
         The first has this machine's own rates, and the others have the rates of ``alternatives``.  The returned
         machines have no alternatives themselves.
@@ -320,8 +320,8 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
     The simulation follows one rank, and gives each exchange the time of the rank that sends most.  The computation of
     the model is divided among units in proportion to their elements, unless ``step.computing`` has the seconds of each
-    unit.  Since the optimizer step before has changed the weights, the first forward pass gathers them anew from all
-    ranks, not from hpZ's copy.
+    unit.  The previous optimizer step has changed the weights, so the first forward pass gathers them from all ranks,
+    not from hpZ's copy.
 
     If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.  If the policy has
     local steps, it is the mean over ``local_steps`` steps, in which state groups exchange each unit once.
@@ -407,8 +407,9 @@ class OwnersTime:
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     """Predicts the seconds that Muon adds to a step, for orthogonalising matrices and for exchanges with their owners.
 
-    The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to run at as many floating-point
-    operations a second as the passes of the model.  The time of each of the two exchanges is the sum of three times:
+    The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to reach the same number of
+    floating-point operations a second as the model's passes.  There are two exchanges: momentum is sent to the owners,
+    and updates are sent back.  The time of each exchange is the sum of three times:
 
     - sending: the latency of a message, plus ``max(between, inside)``.  ``between`` is the time in which the busiest
       node sends its bytes to other nodes.  ``inside`` is the time in which the busiest rank sends its bytes to ranks of

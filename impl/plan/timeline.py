@@ -328,7 +328,10 @@ class Pass:
             self._gathers[unit] = None
 
     def first_gradient(self) -> None:
-        """Handle the first gradient of a unit: every reduction under way posts its next hop."""
+        """Handle the first gradient of a unit: the reductions under way post their next hops.
+
+        :meth:`ReductionQueue.post_next_hops` says when they do so.
+        """
         self._queue.post_next_hops()
 
     def last_gradient(self, units: Sequence[int], reduced: Sequence[int]) -> None:
@@ -357,10 +360,10 @@ class Pass:
         return under_way
 
     def complete(self, under_way: _UnderWay) -> None:
-        """Simulate the end of a collective: its remaining hops, the arrival of the last hop, and decoding.
+        """Simulate the end of a collective: post its remaining hops, wait for the last hop, and decode.
 
-        The simulated clock moves on by the time that these take; nothing is sent.  If ``under_way`` is one of two
-        gathers that run together as a pair, both end.
+        The simulated time moves on accordingly.  If ``under_way`` is one of two gathers that run together as a pair,
+        both gathers end.
         """
         collectives = under_way.pair or (under_way,)
         while any(each.left for each in collectives):

@@ -280,9 +280,9 @@ def predict(
         events: passes, optimizer steps and the other events above, in order.  :func:`passes` returns those of one step.
         buffer_bytes: bytes of a rank's message with the model's persistent buffers (``ModuleBuffers.nbytes``).
         decisions: the codecs that the policy's budget chose in the run to be predicted.
-        methods: for the name of each unit, the messages that a user's own reduction declares.  A reduction that
+        methods: maps the name of each unit to the messages that a user's own reduction declares.  A reduction that
             declares no messages is not counted.
-        gathers: for the name of each unit, a function that returns the messages that a user's own gather declares.
+        gathers: maps the name of each unit to a function that returns the messages that a user's own gather declares.
         begun: number of optimizer steps taken before the first event.  With a schedule, this number decides with which
             settings the events begin.
         owners: the owners of matrices, the ranks that orthogonalise them, if Muon steps the matrices.
@@ -492,12 +492,13 @@ class _Sender:
         """Returns what the next gather sends: ``copy``, ``differences`` or ``weights``.
 
         - If hpZ's copy holds the current weights: ``copy``.
-        - If the policy does not send differences: ``weights``, so that whole weights are sent.
-        - If the policy sends differences: ``differences``, the weights minus hpZ's copy.  But the result is ``weights``
-          if the field ``steps`` is None, or if it has reached the policy's ``refresh`` (0: never).
+        - Otherwise, if the policy does not send differences: ``weights``, so that whole weights are sent.
+        - Otherwise: ``differences``, the weights minus hpZ's copy.  There are two exceptions with the result
+          ``weights``: whole weights were never sent or must be sent again (the field ``steps`` is None), or they were
+          sent ``refresh`` or more optimizer steps ago (``policy.refresh``; 0: no such limit).
 
-        ``steps`` counts the optimizer steps since whole weights were sent.  In the third case, this method sets it to 0
-        when the result is ``weights``.
+        ``steps`` counts the optimizer steps since whole weights were sent.  In the two exceptions, this method sets
+        ``steps`` to 0.
         """
         if self.current:
             return "copy"

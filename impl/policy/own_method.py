@@ -367,7 +367,9 @@ class PlannedWire:
         return axis_of(self.topology, axis).digit(self.rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise MethodError("the method sends in its constructor: send in start(), advance() and finish() only")
+        raise MethodError(
+            "the method sends in its constructor or in bytes(): send in start(), advance() and finish() only"
+        )
 
     all_gather = all_to_all = shift = _refuse
 

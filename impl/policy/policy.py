@@ -569,7 +569,7 @@ class Policy:
         Such a codec has a single scale for a whole shard.  With ``chunks=1`` there are no errors.
 
         If ``user_codecs`` is True, only codecs of class ``OwnCodec`` are checked, and the modules that define them are
-        imported.  If it is False, only all other codecs are checked.
+        imported.  If it is False, the codecs of all other classes are checked.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -652,7 +652,7 @@ class Policy:
     def for_steps(self, steps: int) -> Policy:
         """Returns a copy of this policy for a run of ``steps`` optimizer steps.
 
-        In the copy, each span of the schedule ends at a known step, also if it was given as a share of the run.
+        In the copy, each span of the schedule ends at a known step, even if its end was given as a share of the run.
 
         Raises PolicyError: if a span would contain no step of this run, or if the last span does not end at the last
         step.
@@ -719,7 +719,7 @@ class Policy:
 
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:
-        """Those of the policy's codecs that have class ``OwnCodec``: published formats, and codecs of the user."""
+        """The policy's codecs of class ``OwnCodec``: codecs of the user, and published formats such as ``nf4``."""
         return tuple(codec for codec in self.codecs if isinstance(codec, OwnCodec))
 
     @property
@@ -867,13 +867,15 @@ class Policy:
                 phase.check(topology)
             return
         try:
-            topology.check_group("an hpZ group", self.secondary_ranks(topology))
-            topology.check_group("a group", self.group_ranks(topology))
+            topology.check_group(
+                f"secondary={self.secondary!r}: an hpZ group", self.secondary_ranks(topology)
+            )
+            topology.check_group(f"group={self.group!r}: a group", self.group_ranks(topology))
             if self.local_steps is not None and self.group_ranks(topology) == topology.world:
                 groups = f"group={self.group!r} on {topology} makes one group of all ranks"
                 raise PolicyError(
-                    f"local_steps={self.local_steps} needs two groups or more, but {groups}: choose smaller groups, or "
-                    "remove local_steps"
+                    f"local_steps={self.local_steps} needs two groups or more, but {groups}: set group to fewer ranks, "
+                    "use more ranks in all, or remove local_steps"
                 )
             for reason in self._user_codec_errors() if self.readable else ():
                 raise PolicyError(reason)

@@ -50,7 +50,7 @@ def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: st
     Args:
         text: the text to parse.
         heads: the first words that are allowed.
-        forms: for the name of each option, a regular expression whose first group is the option's value.
+        forms: maps the name of each option to a regular expression, whose first group matches the option's value.
         allowed: what is allowed, in words, for the end of the error message.
 
     Raises PolicyError: for another first word, or for an option that is unknown or given twice.
@@ -90,11 +90,12 @@ MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; D
 class MemoryLimits:
     """Limits on gathered weights and on gradients that are being reduced, in elements of the unsharded model.
 
-    A unit need not be gathered twice if it stays gathered from its forward pass to its backward pass.  A unit stays if
-    ``max_live`` allows it, and if fewer than ``max_reuse`` elements run between its two passes.  These are the elements
-    of all units that run in between, counted twice, once in forward and once in backward.  With ``max_reuse=1`` the
-    root's unit and the last block stay, because no unit runs between their two passes.  With ``max_reuse=0`` no unit
-    stays.  On one rank, every ``max_reuse`` above 0 has the same effect: only ``max_live`` limits which units stay.
+    A unit need not be gathered twice if it stays gathered from its forward pass to its backward pass.  A unit stays
+    gathered if both limits allow it: ``max_live`` limits the elements that are gathered at one time, and fewer than
+    ``max_reuse`` elements must run between the unit's two passes.  These are the elements of all units that run in
+    between, counted twice, once in forward and once in backward.  With ``max_reuse=1`` the root's unit and the last
+    block stay gathered, because no unit runs between their two passes.  With ``max_reuse=0`` no unit stays gathered.
+    On one rank, every ``max_reuse`` above 0 has the same effect: only ``max_live`` limits which units stay gathered.
 
     While a unit computes, the units that are used next are gathered, up to ``prefetch`` elements.  The very next unit
     is gathered even if it is larger than ``prefetch``; otherwise a model of large blocks would wait for every

@@ -259,7 +259,8 @@ def lay_out(
     if padding and padding / unit.numel > max_padding:  # a quotient: a product could round below ``needed``
         needed = -(-100 * padding // unit.numel) / 100
         codecs = f" ({grain_in_words})" if grain_in_words else ""
-        share = f"{padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding"
+        share = f"{padding / unit.numel:.1%} of the {unit.numel} elements of parameters"
+        share += f", and max_padding allows {max_padding:.1%}"
         raise PaddingError(
             f"unit {name!r}: {padding} of {padded} elements would be padding ({share}) for blocks of "
             f"{grain}{codecs} on {world} ranks; use smaller blocks or raise max_padding to {needed:.2f}",

@@ -82,7 +82,8 @@ class Topology:
         """Check that this topology can be cut into groups of ``ranks`` ranks; 0 means no group.
 
         All groups have equally many ranks, and a group is either a part of a node or some whole nodes.  With 4 nodes of
-        6 ranks, groups of 1, 2, 3, 6, 12 and 24 ranks are possible.  ``name`` is what the error message calls a group.
+        6 ranks, groups of 1, 2, 3, 6, 12 and 24 ranks are possible.  ``name`` is the subject of the error message, such
+        as ``a group``.
 
         Raises ValueError: if groups of ``ranks`` ranks are not possible.
         """

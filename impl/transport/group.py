@@ -15,12 +15,15 @@ class MeshError(RuntimeError):
 
 
 def no_group() -> None:
-    """Return None; the value of :attr:`Group.handle` if the ranks are threads, which have no process groups."""
+    """Return None, since ranks that are threads have no process groups.
+
+    If the ranks are threads, :attr:`Group.handle` is this function.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The group of ranks along one axis of a mesh that contains this rank."""
+    """This rank's group along one axis of a mesh: the ranks that exchange messages along this axis."""
 
     axis: Axis
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending

@@ -67,7 +67,7 @@ class Member:
     no_values: Tensor  # the data of both leaves while there is no flat buffer: one NaN, expanded to the shape
 
     def place(self, shown: nn.Parameter) -> None:
-        """Put ``shown`` into all modules that hold this member; it is ``parameter`` or ``placeholder``."""
+        """Put ``shown``, which is ``parameter`` or ``placeholder``, into all modules that hold this member."""
         for module, name in self.holders:
             module._parameters[name] = shown  # noqa: SLF001  # setattr would register the parameter anew
 

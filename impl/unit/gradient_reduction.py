@@ -10,9 +10,9 @@ S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
    itself.  Passes that accumulate without reducing add into an fp32 buffer instead.
 2. *The unit's last gradient makes the reduction ready.*  The reduction starts when its turn comes in the
    :class:`~impl.plan.reduction_queue.ReductionQueue`, whose order is the same on all ranks.
-3. *Hop 1 stays inside the node.*  :class:`impl.comm.reduce_scatter.Reduction` encodes the shards in the order
-   (local, node, S), with INT4 in qgZ (paper section 3.3), and sends each rank of the node the shards that the
-   rank will reduce: (node, F) = (2, F) uint8.
+3. *Hop 1 stays inside the node.*  :class:`impl.comm.reduce_scatter.Reduction` encodes the gradient's four shards, in
+   the order (local, node, S).  In qgZ the codec is INT4 (paper section 3.3).  Each rank of the node receives the two
+   shards that it will add up: (node, F) = (2, F) uint8.
 4. *The sum is encoded again*, when the first gradient of the next unit arrives.  By then the messages of hop 1 have
    usually arrived.  One kernel decodes these messages, adds them in fp32 and encodes the sum.
 5. *Hop 2 crosses the link between nodes*, among the ranks of equal local index: one frame (F,) to each of
@@ -23,8 +23,8 @@ S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
    mean of earlier micro-batches.
 8. *The optimizer steps the masters* and clears their gradients.
 
-On a GPU, steps 4 to 7 are enqueued on a side stream as soon as hop 1 is posted, and
-:meth:`GradientReduction.post_next_hop` makes the computation wait for their end.
+On a GPU whose stream waits for messages, as with NCCL, steps 4 to 7 are enqueued on a side stream as soon as hop 1 is
+posted.  :meth:`GradientReduction.post_next_hop` with ``finish`` then makes the computation wait for their end.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class GradientReduction:
     def take_up(self, number: int) -> None:
         """Reduce with policy ``number`` of the list given to :meth:`prepare`, counted from 0.
 
-        No reduction may be under way.
+        This must not be called while a reduction is under way.
         """
         self._take_up(self._prepared[number])
 
@@ -273,10 +273,10 @@ class GradientReduction:
         return self.local
 
     def _completed(self) -> Tensor:
-        """Return the collected gradients of all members, (P,).
+        """Return the collected gradients of all parameters of the unit, (P,).
 
-        Padding is set to zero, and so are the parts of parameters without a gradient.  These parameters are reduced
-        too, since other ranks may have gradients for them.
+        Padding is set to zero, and so are the parts of parameters without a gradient.  Parameters without a gradient
+        are reduced too, since other ranks may have gradients for them.
         """
         flat = self._open(is_next=False) if self.local is None else self.local
         if self._places:
@@ -337,13 +337,9 @@ class GradientReduction:
     def start(self) -> None:
         """Start the reduction with the gradients that have arrived, and post the first hop.
 
-        The later hops are posted in one of three ways:
-
-        - If a user's own class reduces the gradients, or if the wire has an observer (an object that looks at
-          gradients): :meth:`post_next_hop` posts them.
-        - Otherwise, if a GPU's stream waits for messages, as with NCCL: this method enqueues all of them now, on a side
-          stream.
-        - In all other cases: :meth:`post_next_hop` posts them.
+        Usually, :meth:`post_next_hop` posts the later hops.  But if a GPU's stream waits for messages, as with NCCL,
+        this method enqueues all later hops now, on a side stream.  Even then it leaves them to :meth:`post_next_hop` if
+        a user's own class reduces the gradients, or if the wire has an observer (an object that looks at gradients).
 
         On one rank there are no hops, and this method finishes the reduction, unless a user's own class reduces the
         gradients.
@@ -372,12 +368,15 @@ class GradientReduction:
     def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the message of the next hop, or finish the reduction.
 
-        What the method does depends on the state of the reduction:
+        If no reduction is under way, the method does nothing.
 
-        - No reduction is under way: it does nothing.
-        - With ``finish``: it posts the messages of all hops that are left, waits for the mean, and gives the mean to
-          the master shard.
-        - :meth:`start` has enqueued all hops, as on a GPU: it does nothing.
+        With ``finish``, it posts the messages of all hops that are left, waits for the mean, and gives the mean to the
+        master shard.  If :meth:`start` has enqueued all of this on a GPU, it only makes the computation's stream wait.
+
+        Without ``finish``, it does one of the following:
+
+        - A user's own class reduces the gradients: it lets the user's object post its next messages.
+        - :meth:`start` has enqueued all hops on a GPU: it does nothing.
         - A hop is left: it waits for the messages of the previous hop, and posts those of the next.
         - All hops are posted, and the last hop stays inside a node: it waits for the mean, and gives the mean to the
           master shard.
@@ -390,7 +389,7 @@ class GradientReduction:
         if self.progress is Progress.FAILED:
             raise ZeroError(
                 "a reduction that was interrupted cannot be finished, and its gradients are lost on this rank: "
-                "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
+                "call zero.drop_gradients(), zero.finish_backward() and optimizer.zero_grad(), and run the step anew"
             )
         arrival, reduction = self._arrival, self.collective
         if self.progress is not Progress.REDUCING or (arrival is not None and not finish):
@@ -425,7 +424,7 @@ class GradientReduction:
     def _take(self, mean: Tensor) -> None:
         """Set padding in the mean (S,) to zero, and give the mean to the master shard as the masters' gradient.
 
-        If the wire has an observer, an object that looks at gradients, it gets the mean too.
+        If the wire has an observer (an object that looks at gradients), the observer gets the mean too.
         """
         for start, end in self._pads:
             mean[start:end] = 0

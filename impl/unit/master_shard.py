@@ -70,7 +70,7 @@ Version = tuple[int, int]
 class MasterShard:
     """Holds one rank's shard (S,) of one unit, and its gradient.
 
-    The masters are views of the shard, one for each optimizer group, which the optimizer steps.
+    The optimizer steps the masters, which are views of the shard: one master for each optimizer group in the unit.
 
     Args:
         geometry: the unit's layout.
@@ -398,7 +398,7 @@ class MasterShard:
         """Return the memory (S,) fp32 in which the masters' gradients lie; it is host memory if the shard is offloaded.
 
         The same memory is used in every step, with one exception: if the gradients have been cleared, but a user still
-        holds an earlier gradient in this memory, the user keeps it, and the method returns new memory.
+        holds an earlier gradient in this memory, the user keeps this memory, and the method returns new memory.
         """
         host = self.placement.shard
         if self._mean is not None and handles(self._mean) > ALONE and self.fresh:

@@ -115,9 +115,10 @@ class MethodDriver:
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the tensors in the object's state, by name; each name begins with ``prefix``.
+        """Return copies of the tensors in the state of the user's object, by name.
 
-        The dict is empty if the class has no function ``state()``.
+        The names are those that the object's ``state()`` returns, preceded by ``prefix``, such as ``gather.``.  The
+        dict is empty if the class has no function ``state()``.
         """
         if not hasattr(self._instance, "state"):
             return {}

@@ -103,7 +103,7 @@ class OwnGather(MethodDriver):
 
 
 class OwnWeightGather:
-    """All-gathers one unit on one rank into its flat buffer, with a user's class.
+    """All-gathers the weights of one unit, on one rank, into the unit's flat buffer, with a user's class.
 
     The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
     """
@@ -148,8 +148,8 @@ class OwnWeightGather:
     def finish(self) -> None:
         """Finish the gather, and copy the weights to the flat buffer.
 
-        If a call of a user's class has failed since the last gather started, nothing is copied and no error is raised.
-        The failed call has raised an error already, and torch still runs the hooks that call this method.
+        If a call of a user's class has failed since the last gather started, nothing is copied and no error is raised:
+        the failed call has raised an error already, but torch may call this method in a hook even after that error.
         """
         flat = self._flat.attach()
         if not self._passes.failed:
@@ -167,7 +167,7 @@ class OwnWeightGather:
         - ``stepped``, if :meth:`end` has noted it, or if torch's version counter shows a write to the master;
         - ``unchanged``.
 
-        After :meth:`load`, the gathers and changes of the saved run count.
+        After :meth:`load`, "the last gather" may be a gather of the run that saved the state.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change

@@ -83,7 +83,7 @@ class OwnReduction(MethodDriver):
         return False
 
     def open_message(self) -> Exchange:
-        """Raise a ZeroError: a user's class makes its messages itself, so there is none to write gradients to.
+        """Raise a ZeroError: a user's class makes the messages itself, so gradients cannot be collected in a message.
 
         :class:`~impl.comm.reduce_scatter.Reduction` has such a method, and this class has the same interface.
         """

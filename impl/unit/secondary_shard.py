@@ -13,9 +13,9 @@ The *master* of a shard is its fp32 values.  The copies of a shard are equal on 
 are stale.  Therefore the next all-gather need not send the master: it may send the difference between the master and
 the copy (SDP4Bit, 2410.15526).  Every rank, also the rank that has the master, adds the decoded difference to its copy
 in fp32, and rounds the sum to the type of the copy.  Thus copies stay equal to the bit, and the errors of encoding and
-rounding become part of the next difference.  The master is sent, and no difference, after a load that does not restore
-the copies, and after a call of ``Zero.weights_changed()``.  If the weights are gathered again without a change, the
-difference is zero, so an evaluation does not change later training.
+rounding become part of the next difference.  After a load that does not restore the copies, and after a call of
+``Zero.weights_changed()``, the next gather sends the master instead of a difference.  If the weights are gathered again
+without a change, the difference is zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -77,12 +77,17 @@ class SecondaryShard:
         ``step`` is the number of optimizer steps so far.  The result is the first of these that applies:
 
         - ``copy``, the kept frames: if they hold this version of the weights.
-        - ``weights``, the masters' values: if the policy has no differences; if no gather has sent the weights since
-          the start, the last load, or the last call of :meth:`distrust` or :meth:`forget`; or if the policy's
-          ``refresh`` is above 0, and at least ``refresh`` optimizer steps have passed since a gather sent the weights.
+        - ``weights``, the masters' values: if one of these conditions holds:
+
+          - The policy has no differences.
+          - No gather has sent ``weights`` since the weights were created or loaded, or since the last call of
+            :meth:`distrust` or :meth:`forget`.
+          - The policy's ``refresh`` is above 0, and at least ``refresh`` optimizer steps have passed since a gather
+            sent ``weights``.
+
         - ``differences``, the masters' values minus the kept copy: in all other cases.
 
-        After :meth:`load`, the gathers of the saved run count.
+        If :meth:`load` has restored a saved state, gathers before the state was saved count too.
         """
         if self._version == version:
             return "copy"
@@ -144,8 +149,8 @@ class SecondaryShard:
         """Allocate the memory for this object's copy of the weights, and let ``others`` use the same memory.
 
         ``others`` are secondary shards of the same unit for other policies of a schedule.  They must not need more
-        bytes than this object.  Only one of the objects may be in use at a time.  When another one comes into use, call
-        its :meth:`forget`, since the memory then holds the copy of the previous one.
+        bytes than this object.  Only one of these objects may be in use at a time.  Before another one is used, call
+        the :meth:`forget` of that object, since the memory holds the copy of the object that was in use before.
         """
         memory = self._memory()
         for other in others:

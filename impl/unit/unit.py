@@ -155,7 +155,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are gathered; modules hold either the parameters or placeholders then.
+        """Whether the weights are gathered, which is so in two states.
 
         In the state ``UNSHARDED``, modules hold the parameters.  In the state ``HIDDEN``, modules hold placeholders.
         ``HIDDEN`` is the state between passes below stage 3, and at stage 3 for the small parameters that stay
@@ -218,9 +218,9 @@ class Unit:
         Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters have changed
         since the weights were gathered, the weights are gathered anew.
 
-        Below stage 3, a forward pass gathers the units in model order: the method first gathers those units before this
-        one that are not gathered yet.  The reason is that the passes of different ranks may call different units, but
-        all ranks must gather in the same order.
+        Below stage 3, a forward pass gathers the units in model order: the method first gathers all units that come
+        earlier in this order and are not gathered yet.  The reason is that the passes of different ranks may call
+        different units, but all ranks must gather in the same order.
 
         Raises:
             ZeroError: if one of the unit's parameters is in an open GatheredParameters context.
@@ -320,7 +320,7 @@ class Unit:
             self.refuse_written()
 
     def refuse_written(self) -> None:
-        """Raise a WrittenError that names the parameters of all units that were written while gathered."""
+        """Raise a WrittenError that names all parameters, in any unit, that were written while they were gathered."""
         names = (*self._passes.written, *(name for unit in self._siblings for name in unit.written()))
         self._passes.written.clear()
         raise WrittenError(names)
@@ -400,7 +400,8 @@ class Unit:
     def follow(self, policy: Policy) -> None:
         """Gather weights and reduce gradients with the codecs of ``policy`` from now on.
 
-        ``policy`` must not differ from the present policy in anything else.  No reduction may be under way.
+        Except for these codecs, ``policy`` must be equal to the present policy.  This must not be called while a
+        reduction is under way.
         """
         if policy.weights != self.policy.weights and isinstance(self.weight_gather, WeightGather):
             self.weights_changed("unchanged")
@@ -436,9 +437,9 @@ class Unit:
     def take_up(self, number: int) -> None:
         """Gather weights and reduce gradients with policy ``number`` of the schedule from now on.
 
-        ``number`` is an index of ``Policy.phases``.  No pass may be running.  If this policy gathers weights in another
-        way than the policy before, the next gather sends whole weights: it uses neither hpZ's copy nor
-        differences.
+        ``number`` is an index of ``Policy.phases``.  This must not be called during a pass.  If the new policy gathers
+        weights in another way than the policy before, the next gather sends whole weights: it uses neither hpZ's copy
+        nor differences.
         """
         policy, gather = self._phases[number], self._gathers[number]
         if gather is not self.weight_gather and isinstance(gather, WeightGather):
@@ -559,7 +560,8 @@ class Unit:
                     if held is not (parameter if shown else placeholder):
                         raise ZeroError(
                             f"parameter {slot.spec.name!r} was replaced by another object in its module "
-                            "after the model was sharded: write the parameter's values under GatheredParameters"
+                            "after the model was sharded: keep the parameter, and write its values under "
+                            "GatheredParameters"
                         )
                 if not training:
                     continue

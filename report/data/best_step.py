@@ -31,9 +31,10 @@ _Seconds = NDArray[np.float64]
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Return, by id of the trial, the seconds that a step takes in the simulated schedule.
 
-    A step is simulated for each rank and each sample of computation (:func:`computations`).  For each sample the
-    slowest rank counts, and the trial's value is the median over samples.  The value is NaN for trials whose schedule
-    cannot be simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.
+    A step is simulated for each row of :func:`computations`: for each rank and each sample or timed step.  Of each
+    sample or step, only the seconds of the slowest rank are used, and the trial's value is the median of these seconds.
+    The value is NaN for trials whose schedule cannot be simulated, such as trials of DDP.  Trials whose seconds of
+    computation are not known are left out.
     ``steps`` is the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
@@ -118,21 +119,23 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Return the seconds that each of a trial's n steps takes in the simulated schedule, as an array (n,).
+    """Return the seconds that a step takes in the simulated schedule, for each of a trial's n rows of computations.
 
     Args:
         frames: The records.
         identity: Id of the trial.
         mbit: Rate of the link in Mbit/s.
         sent: Bytes that the busiest node sends in one step, by (unit, phase, purpose).
-        parts: Seconds of computation in the forward pass, the backward pass and the rest of each step, (n, 3).
+        parts: Seconds of computation in the forward pass, the backward pass and the rest of a step, (n, 3), with one
+            row for each row that :func:`computations` has for the trial.
 
-    Returns a single NaN instead of the array in each of these cases:
+    Returns:
+        An array (n,).  Instead of the array, a single NaN is returned in each of these cases:
 
-    * A library such as DDP trains the model, or the workload is not ``train``.
-    * The trial sends bytes over a link of unknown rate.
-    * The policy changes ``reduce`` or ``chunks`` during training.
-    * The messages are sent over NCCL, and a codec for weights is not installed here.
+        * A library such as DDP trains the model, or the workload is not ``train``.
+        * The trial sends bytes over a link of unknown rate.
+        * The policy changes ``reduce`` or ``chunks`` during training.
+        * The messages are sent over NCCL, and a codec for weights is not installed here.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()

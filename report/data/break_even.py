@@ -5,7 +5,7 @@ method gives the ranges of rates in which the speed-up does not differ significa
 configuration be faster up to 80 Mbit/s, slower from 110 Mbit/s on, and not significantly different in between.  If the
 line crosses 1 at 95 Mbit/s, the break-even rate is 95 Mbit/s, and its interval is 80 to 110 Mbit/s.
 
-A range has a break-even rate in these cases:
+A range has a break-even rate in either of these cases:
 
 * The range lies between the lowest and the highest measured rate.  The line crosses 1 inside the range, and the
   configuration is faster on one side of the range and slower on the other.
@@ -182,7 +182,7 @@ def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, 
     """Return one value for each pair of trials, by (seed, repeat).
 
     ``values`` has a value for each row of ``pairs``.  If several rows have the same seed and repeat, the value of the
-    last row counts, as in speed-ups.
+    last row is returned.  The same row is used for the speed-up (:func:`report.data.speedups.speedup`).
     """
     rows = zip(pairs["seed"], pairs["repeat"], values, strict=True)
     return {(seed, repeat): value for seed, repeat, value in rows}
@@ -194,9 +194,9 @@ def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:
 
 
 def _zeros(means: Sequence[float]) -> list[float]:
-    """Return the places at which the line through the points crosses or touches zero, in ascending order.
+    """Return the x coordinates at which the line through some points crosses or touches zero, in ascending order.
 
-    ``means`` are the heights of the points, which lie at the places 0, 1, 2 and so on.
+    The points have the x coordinates 0, 1, 2 and so on, and the y coordinates ``means``.
     """
     zeros = {float(index) for index, mean in enumerate(means) if mean == 0}
     for index, (left, right) in enumerate(pairwise(means)):
@@ -206,9 +206,10 @@ def _zeros(means: Sequence[float]) -> list[float]:
 
 
 def _rates(points: Sequence[tuple[float, pd.DataFrame]], low: float, high: float) -> tuple[float, float]:
-    """Return the rates in Mbit/s at the places ``low`` and ``high`` along the points.
+    """Convert two positions among the points, ``low`` and ``high``, to rates in Mbit/s.
 
-    Place 1.5 is halfway from the second to the third point, on a logarithmic axis of rates.
+    A position is an index into ``points``, possibly with a fraction: 1.5 is halfway from the second to the third point,
+    on a logarithmic axis of rates.
     """
     logs = [math.log(rate) for rate, _ in points]
     ends = (math.exp(float(np.interp(place, range(len(logs)), logs))) for place in (low, high))

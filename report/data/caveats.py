@@ -61,8 +61,8 @@ def share(value: float) -> str:
 def rates(rows: pd.DataFrame) -> str:
     """Return the mark `` †`` if the link was faster for some configurations of a setting than for others.
 
-    Column ``rates_differ`` of ``rows`` is true in the rows of such a setting.  The mark is returned if any row has a
-    true cell.  Otherwise, or without this column, the text is empty.
+    Column ``rates_differ`` of ``rows`` is true in the rows of such a setting.  The mark is returned if the column is
+    true in any row.  The text is empty if it is true in no row, or if ``rows`` lacks this column.
     """
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 

@@ -81,8 +81,8 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 
     * The suite names its baseline, so that rows have roles.  The rows with the role ``baseline`` belong to it.  If no
       trial of the baseline finished, there are no such rows, and no other configuration takes its place.
-    * The suite names no baseline, so that no row has a role.  The baseline is ZeRO-3 without changes or, if this has no
-      row, the configuration that is listed first.
+    * The suite names no baseline, so that no row has a role.  The baseline is ZeRO-3 without changes.  If the table has
+      no row of ZeRO-3 without changes, the baseline is the configuration that the suite lists first.
     """
     if table["role"].isin(ROLES).any():
         return table["role"].eq("baseline")
@@ -177,8 +177,9 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     """Return the changes that all policies share, which names of configurations therefore need not mention.
 
     A change is shared if all policies have the same value of a field, and this value is not that of their presets.
-    Only fields of execution count, such as types and prefetch.  Keys are labels of fields, and values are texts:
-    ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have no policy, are ignored.
+    Only fields that concern the execution are considered, such as types and prefetch, and no classes of a user's own.
+    Keys are labels of fields, and values are texts: ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have
+    no policy, are ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
@@ -216,7 +217,7 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
 
     * the changes of the policy from its preset, except those in ``shared``;
     * the settings of a library such as DDP;
-    * the fields ``also`` of the trial with their values, by the path of the field;
+    * the fields in ``also``, each with its value; ``also`` maps the path of a field of the trial to the value;
     * the name of the control, if the trial has one: a fault made on purpose.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)

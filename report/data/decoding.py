@@ -19,7 +19,7 @@ PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran un
 def generations(frames: Frames) -> pd.DataFrame:
     """Return one row for each timed generation, which is one step of workload ``generate``.
 
-    The columns are those of ``frames.finished`` and these:
+    The table has the columns of ``frames.finished``, and among others these:
 
     * ``seconds``: the slowest rank's seconds of each token, added up over the tokens;
     * ``later_seconds``: the same sum without the first token;

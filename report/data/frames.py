@@ -280,8 +280,8 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
     """Return the trials in the order in which tables list them: by size, rate and setting, then by configuration.
 
-    The new column ``first`` holds the smallest number (``order``) that any trial of the row's configuration has in the
-    suite.  It orders the configurations of one strategy.
+    The new column ``first`` orders the configurations of one strategy.  It is equal in all rows of a configuration:
+    the smallest ``order``, which is the number of a trial in its suite, of the configuration's trials.
     """
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("configuration")["order"].transform("min")
@@ -700,8 +700,8 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
 def _check_measured(record: Record, trial: Trial) -> None:
     """Raise a ReportError if no ratio can be computed from the record of a finished trial.
 
-    Reasons are a link of 0 Mbit/s, no ranks, a rank without timed steps, units without elements, and a step of 0 s or
-    less.
+    Each of these is a reason: a link of 0 Mbit/s, no ranks, a rank without timed steps, units without elements, or a
+    step of 0 s or less.
     """
     faults = {
         "no rank": not record.ranks,
@@ -723,7 +723,7 @@ def _check_measured(record: Record, trial: Trial) -> None:
     if found := [fault for fault, has in faults.items() if has]:
         raise ReportError(
             f"record {record.id} has {' and '.join(found)}, so that no ratio can be computed; "
-            "delete its file and run the trial again"
+            "delete the record's file, and run the suite again"
         )
 
 
@@ -761,9 +761,11 @@ def _check_pools(records: list[Record]) -> None:
 
 
 def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return text that counts the records of each name: ``a: 3 records, such as 0f1e; b: 2 records, such as 77aa``.
+    """Return text that counts the records of each name: ``a: 3 records, such as 0f1e; b: 1 record, such as 77aa``.
 
     ``pairs`` has a pair (name, id) for each record.
     """
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
-    return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())
+    return "; ".join(
+        f"{name}: {labels.counted(size, 'record')}, such as {first}" for name, size, first in ids.itertuples()
+    )

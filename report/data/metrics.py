@@ -229,7 +229,10 @@ def split(frames: Frames) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class StepSource:
-    """A source of the seconds of steps besides a suite's own records: another suite's records, or a machine file."""
+    """Where the seconds of a step come from if not from a suite's own records.
+
+    The source is either another suite's records (``derived``), or a machine file, which predicts steps (``machine``).
+    """
 
     name: str  # name of the other suite, or of the machine
     derived: Derived | None = None  # the other suite's records

@@ -46,14 +46,15 @@ def parity() -> pd.DataFrame:
 def volume() -> pd.DataFrame:
     """Return the bytes between nodes in a step by the rule of the ZeRO++ blog, one row per preset.
 
-    The bytes are in units of M, the bytes of all weights in 16 bits.  Column ``published`` is "yes" if the blog prints
-    the numbers of the preset, and "no" if they only follow from the rule.
+    The rule adds up the bytes of three collectives: the all-gathers of the forward and of the backward pass, and the
+    reduce-scatter of gradients.  The bytes are in units of M, the bytes of all weights in 16 bits.  Column
+    ``published`` is "yes" if the blog prints the numbers of the preset, and "no" if they only follow from the rule.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, configuration: str) -> float:
-    """Return the bytes between nodes in a step of a strategy, by the rule of the ZeRO++ blog.
+    """Return the bytes between nodes in a step of a strategy, by the rule of the ZeRO++ blog (:func:`volume`).
 
     The result is in units of M, where M are the bytes of all weights in 16 bits.  It is NaN for strategies that the
     rule does not mention, and if ``configuration``, the printed name, shows changes to the strategy, as in

@@ -33,6 +33,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     are left out.  A row has the columns of ``table`` (:func:`report.data.metrics.trials`) and these:
 
     * ``baseline``: the id of the baseline's trial;
+    * ``baseline_configuration``, ``baseline_seconds`` and so on: the configuration, the step time and other values of
+      the baseline's trial;
     * ``speedup``: the baseline's step time over the trial's step time;
     * ``allowed``: the largest speed-up that the trial could have.  This is the baseline's step time over the trial's
       best possible step, a lower bound on the trial's step time;

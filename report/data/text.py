@@ -76,9 +76,9 @@ def lowest_to_highest(values: Collection[float], form: Callable[[float], str]) -
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:
-    """Return a function that formats a number with ``digits`` significant digits.
+    """Return a function that formats a number with ``digits`` significant digits: ``0.0123``, or ``1.23e+07``.
 
-    From 0.0001 up to 1,000,000 it uses plain notation, and otherwise an exponent: ``0.0123``, ``1.23e+07``.
+    Numbers from 0.0001 up to 1,000,000 have no exponent, and keep all digits before the decimal point: ``12346``.
     None and NaN give an en dash.
     """
 
@@ -95,10 +95,10 @@ def number(digits: int = 3) -> Callable[[Any], str]:
 
 
 def short_integer(text: str) -> str:
-    """Return an integer from 1,000,000 on with an exponent, if it has at most two digits before its zeros.
+    """Shorten the text of a large round integer: ``1000000000`` gives ``1e9``, and ``2500000`` gives ``2.5e6``.
 
-    ``1000000000`` gives ``1e9``, and ``2500000`` gives ``2.5e6``.  Any other text is returned unchanged, so that
-    different texts stay different.
+    An integer is large from 1,000,000 on, and round if only zeros follow its first two digits.  Any other text is
+    returned unchanged, so that different texts stay different.
     """
     digits = text.rstrip("0")
     if re.fullmatch(r"[1-9][0-9]{6,}", text) is None or len(digits) > 2:

@@ -143,7 +143,7 @@ class Drawn:
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Return the sorted ids of the records from which a figure's data come, by its columns ``id`` and ``baseline``."""
+    """Return the sorted ids of the records behind a figure's data: all ids in its columns ``id`` and ``baseline``."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
     return tuple(sorted({identity for cell in ids for identity in str(cell).split()}))
 

@@ -30,8 +30,8 @@ def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
     """Return a short title for each setting, by the setting's hash.
 
-    A title lists the parts of the setting's description that not all settings of the table share.  It is empty if the
-    table has a single setting.
+    A title lists those parts of the setting's description that another setting of the table does not have.  It is empty
+    if the table has a single setting.
     """
     where = data.drop_duplicates("setting").set_index("setting")["where"]
     titles = common_and_rest(where)[1]
@@ -48,13 +48,14 @@ def common_to(data: pd.DataFrame) -> str:
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names by which a sentence mentions the strategies ``some`` of libraries such as FSDP2.
+    """Return the names of libraries' strategies as a sentence prints them.
 
-    ``shown`` are the strategies that the figure shows.
+    ``some`` are the strategies to name, all of them strategies of libraries such as FSDP2.  ``shown`` are the
+    strategies that the figure shows.  For each library, there are two cases:
 
-    * The figure shows several strategies of a library, and ``some`` has all of them: the library's name stands for
-      them.
-    * All other cases: each strategy's own name is used, in quotation marks if it has a comma.
+    * The figure shows several strategies of the library, and ``some`` has all of them.  The library's name stands for
+      these strategies.
+    * All other cases.  Each strategy in ``some`` has its own name, in quotation marks if the name has a comma.
 
     For example, let the figure show the strategies ``FSDP2`` and ``FSDP2, kept`` of the library FSDP2.  If ``some`` has
     both, the result is ``FSDP2``.  If ``some`` has only the second, the result is ``"FSDP2, kept"``.

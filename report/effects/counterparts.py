@@ -162,8 +162,8 @@ def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
 def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
     """Return text that identifies a configuration in a setting: equal configurations give equal texts.
 
-    The configuration has the strategy and the fields of training (such as clipping) of ``trial``, and the strategy's
-    policy with ``changes``, which may differ from the policy of ``trial``.
+    The configuration has the strategy, the DeepSpeed configuration and the fields of training (such as clipping) of
+    ``trial``.  Its policy is the preset of this strategy with ``changes``; the policy of ``trial`` is ignored.
     """
     fields = trial.canonical()
     others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]

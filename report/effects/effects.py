@@ -211,10 +211,10 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
     * Configurations that :func:`report.effects.net_speed.net_speeds` leaves out: baselines, and for example
       configurations without losses, or with too few training steps.
-    * Configurations whose net speed-up :func:`report.effects.net_speed.foremost` does not know, for example because no
-      source has the seconds of their steps.  If their verdict is ``not reached``, they are in the dict nevertheless.
+    * Configurations that :func:`report.effects.net_speed.foremost` leaves out, for example because no source has the
+      seconds of their steps.  If their verdict is ``not reached``, they are in the dict nevertheless.
 
-    If ``foremost`` knows the net speed-up of no configuration, the dict is empty.
+    If ``foremost`` leaves out all configurations, the dict is empty.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -301,7 +301,7 @@ def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
     """Return, by (setting, configuration), the names of the baselines with which the configuration is compared.
 
     In a setting with several baselines, a configuration is compared with the baseline that column ``beside`` of
-    ``Frames.finished`` names.  In settings without a baseline, the names are empty.
+    ``Frames.finished`` names.  In a setting without a baseline, the tuple of names is empty.
     """
     bases, found = baselines(derived), {}
     for (setting, name, nearest), _ in groups(derived.finished, [*_BY_KEY, "beside"]):
@@ -351,8 +351,9 @@ def _over_baselines(
 
     Args:
         values: Values by (setting, configuration).
-        bases: The baselines of each configuration; the first baseline with a value counts.
-        same: Ratios that differ from 1 by at most this share count as 1.
+        bases: The names of each configuration's baselines.  The ratio is to the value of the first baseline that has
+            one.  It is NaN if no baseline has a value, or if this value is 0.
+        same: A ratio that differs from 1 by at most this number is returned as 1.
         more_is_better: Whether a ratio above 1 is an improvement.
     """
     effects: dict[Key, Effect] = {}

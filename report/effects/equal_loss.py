@@ -52,8 +52,8 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
     follows from another interval: that of the difference of the final losses, which are compared seed by seed.  For
     example, let the difference have the interval 0.01 to 0.03 nats.  Then the lower end of the ratio's interval is the
-    ratio if the losses differed by 0.03 nats, and the upper end is the ratio if they differed by 0.01 nats.  If either
-    end cannot be computed, the ratio has no interval.
+    ratio that follows from a difference of 0.03 nats, and the upper end is the ratio that follows from 0.01 nats.  If
+    either end cannot be computed, the ratio has no interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for

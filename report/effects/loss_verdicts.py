@@ -56,10 +56,10 @@ def losses(derived: Derived) -> tuple[Row, ...]:
     * ``power``: the power of the test that gives the verdict;
     * ``target``: the baseline's mean loss plus the margin;
     * ``reached``: the number of seeds that reach the target;
-    * ``seconds``: the training seconds to the target, median over the trials that reach it
+    * ``seconds``: the training seconds to the target, median over the trials that reach it and are not disturbed
       (:func:`~report.data.speedups.undisturbed`);
-    * ``gain``: the baseline's seconds to the target over the configuration's seconds; NaN unless all trials of both
-      reach the target.
+    * ``gain``: the baseline's seconds to the target over the configuration's seconds; NaN if a trial of the
+      configuration or of the baseline does not reach the target.
 
     Baselines have no verdict, and neither have configurations that share no seed with their baseline.  In their rows
     ``verdict`` is empty, and ``difference``, ``power`` and ``gain`` are NaN.  If a setting has no baseline, ``margin``

@@ -36,7 +36,7 @@ _FEWEST_DECIMALS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class NetSpeed:
-    """The net speed-up of a configuration over its baseline, with the seconds of a step from one source and setting."""
+    """The net speed-up of a configuration over its baseline, computed from the step times of one source and setting."""
 
     row: Row  # the configuration's row of :func:`report.effects.loss_verdicts.losses`
     equal: EqualLoss

@@ -1,6 +1,6 @@
 """Computes speed-ups of steps from a suite's records, from another suite's records, or from a model of a machine.
 
-A trial of another suite gives the seconds of a configuration's step under two conditions:
+A trial of another suite gives the seconds of a configuration's step if both of these conditions hold:
 
 * The trial does the same work (model, batch, ranks) with the same policy.
 * The trial ran on one node, or the link between its nodes was a real network or had a limited rate.
@@ -84,7 +84,9 @@ def unmatched(derived: Derived, source: StepSource) -> str:
         return source.missing
     wanted = _known(derived)
     has = _known(source.derived)
-    if wanted.empty or has.empty:
+    if wanted.empty:
+        return "cannot be used: no trial of this suite trained"
+    if has.empty:
         return "has no trial that trained"
     if wanted["work"].isin(has["work"]).any():
         shared = wanted.merge(has[has["shaped"]], on=["work", "label"])
@@ -115,8 +117,9 @@ def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
 
     Args:
         results: The suite's results folder.
-        steps: The sources besides the suite's own records.  If it names no folders, the suite's key ``seconds`` may
-            name another suite; its results folder or archive is looked for in the folder that holds ``results``.
+        steps: The sources besides the suite's own records.  If it names no folders, and the suite file has the key
+            ``seconds``, the suite that this key names is a source.  The results folder or the archive of that suite is
+            looked for in the parent folder of ``results``.
 
     Raises:
         ReportError: If the records cannot be reported together (:func:`report.data.frames.load`), or if a folder of
@@ -131,10 +134,9 @@ def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
     derived = derive(frames, tuple(sources))
     for source in sources if steps.folders else ():
         if why := unmatched(derived, source):
-            raise ReportError(
-                f"--seconds {source.name}: {why}; name a suite that trains the same model with the same batch, ranks "
-                "and policies"
-            )
+            other = "name a suite that trains the same model with the same batch, ranks and policies"
+            way_out = "remove --seconds" if _known(derived).empty else other
+            raise ReportError(f"--seconds {source.name}: {why}; {way_out}")
     return derived
 
 
@@ -228,7 +230,7 @@ def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[S
 
 
 def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
-    """Return the speed-up over pairs of trials, with the geometric means of the seconds of a step behind it.
+    """Return the speed-up over pairs of trials, and the geometric means of the two step times that it compares.
 
     ``pairs`` are rows of :func:`report.data.speedups.pairs`, and ``source`` is text that names their source.
     """

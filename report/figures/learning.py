@@ -1,4 +1,4 @@
-"""Figures of losses, of the errors of messages, and of the error, loss and time that fewer bytes cost."""
+"""Figures of losses, of the errors of messages, and of what sending fewer bytes costs in error, loss and time."""
 
 from __future__ import annotations
 
@@ -151,16 +151,21 @@ FINAL_LOSS: Final = Figure(
 def _front(derived: Derived) -> pd.DataFrame:
     """Return one row per trial of the settings that have a Pareto front of bytes and losses.
 
-    ``m`` are the bytes of a micro-batch in M, and ``excess`` is the loss minus the baseline's loss in nats.
+    ``m`` are the bytes between nodes in a step, divided by the number of micro-batches and by M, the bytes of one
+    all-gather of the model in 16 bits.  ``excess`` is the loss minus the baseline's loss, in nats.  ``front`` says
+    whether the trial's configuration is on the front (:func:`report.effects.loss_verdicts.front`).
     """
     known = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["setting"].isin(known["setting"])].dropna(
         subset=["validation_loss"]
     )
-    return trials[[*OF_TRIAL, "validation_loss"]].assign(
-        m=(trials["sent_bytes"] / trials["m_bytes"]).round(3),
-        front=trials["configuration"].map(known.set_index("configuration")["front"]),
-        excess=_excess(derived, trials),
+    return (
+        trials[[*OF_TRIAL, "validation_loss"]]
+        .assign(
+            m=(trials["sent_bytes"] / trials["m_bytes"]).round(3),
+            excess=_excess(derived, trials),
+        )
+        .merge(known[["setting", "configuration", "front"]], how="left")
     )
 
 

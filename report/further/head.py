@@ -1,4 +1,4 @@
-"""Holds what the sentences at the head of a page are about: a quantity, a configuration, and their comparisons.
+"""Holds what the sentences at the head of a page are about: a quantity, and comparisons of configurations in it.
 
 The modules of :mod:`report.further` write the sentences after the first from these facts.
 """

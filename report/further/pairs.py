@@ -42,7 +42,8 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
     Both lists are empty in each of these cases:
 
     * There are no counterparts, or the differences from them are not known.
-    * Verdicts are possible on the difference in the page's first sentence, but on no difference from a counterpart.
+    * A verdict is possible on the difference in the page's first sentence, but on none of the differences from
+      counterparts.
     """
     if (found := one_field(head.derived)) is not None:
         among = f"where only {_NAMES.get(found.shared, f'policy.{found.shared}')} differs, "

@@ -130,7 +130,7 @@ def by_setting(head: Head) -> list[str]:
     The list is empty in each of these cases:
 
     * The first sentence is not about the time of a step, or has no interval.
-    * The configuration is compared in fewer than :data:`_FEWEST_SETTINGS` settings.
+    * The main configuration is compared in fewer than :data:`_FEWEST_SETTINGS` settings.
     * More than :data:`_MOST_LISTS` configurations are similar.
     """
     keys = [key for key in head.compared(head.kind) if key[1] == head.key[1]]
@@ -187,7 +187,7 @@ def _places_by_verdict(head: Head, keys: Sequence[Key], other: str) -> str:
 
 
 def _listed_alike(places: Sequence[str]) -> str:
-    """Return texts joined as one, in which words at the beginning and at the end that all texts share occur once.
+    """Join texts as ``a, b and c``, and write the words with which all texts begin or end only once.
 
     For example, ``with 50 Mbit/s inside nodes`` and ``with 100 Mbit/s inside nodes`` give ``with 50 and 100 Mbit/s
     inside nodes``.
@@ -203,6 +203,6 @@ def _listed_alike(places: Sequence[str]) -> str:
 
 
 def _shared_at_start(lists: Sequence[Sequence[str]]) -> int:
-    """Return the number of words with which all lists begin."""
+    """Return how many words all lists have in common, counted from their beginning to the first difference."""
     columns = list(zip(*lists, strict=False))
     return next((number for number, column in enumerate(columns) if len({*column}) > 1), len(columns))

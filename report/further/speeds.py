@@ -58,7 +58,7 @@ def on_parts(head: Head) -> list[str]:
 
 
 def _parts(head: Head) -> dict[Key, int]:
-    """Return the configurations that have a part of the main configuration's changes, with their numbers of changes.
+    """Return the configurations with some of the main configuration's changes, and how many changes each has.
 
     The main configuration is the one that the page's first sentence is about (``head.key``).  A change is a field of
     the policy whose value differs from the baseline's.  The keys of the result are (setting, configuration), and the

@@ -71,7 +71,7 @@ def volume(derived: Derived) -> Table:
 
 
 def checks(derived: Derived) -> Table:
-    """Return the table that shows how well each configuration's bytes, first loss and gradients passed their checks.
+    """Return the table of checks of each configuration's bytes, first loss and reduced gradients.
 
     The bytes that ranks sent are compared with the predicted bytes.  The first loss and the reduced gradients are
     compared with the loss and the gradients that a single process computes.

@@ -77,8 +77,8 @@ def hops_text(hops: pd.DataFrame) -> str:
 def chosen_codecs(derived: Derived) -> Table:
     """Return the table of the codecs that were chosen for each unit within a budget, and after how many steps.
 
-    With ``policy.budget``, each unit's codec is chosen anew every few steps of training, so that all units together
-    send at most the number of bits an element that the budget states.
+    With ``policy.budget``, each unit's codec is chosen anew every few steps of training.  The budget limits how many
+    bits are sent for an element, as a mean over all units.
     """
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]

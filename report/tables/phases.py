@@ -1,4 +1,4 @@
-"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, which also has rows of published rates."""
+"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, followed by published throughputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 def phases(derived: Derived) -> Table:
     """Return the table of the seconds and bytes of each phase of an RLHF step.
 
-    Rows of published rates follow the measured rows.
+    Rows with the throughputs that the ZeRO++ blog published follow the measured rows.
     """
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")

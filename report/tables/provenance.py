@@ -143,7 +143,7 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     values |= {name: [str(value or "") for value in table[column]] for name, column in _MEASURED.items()}
 
     def by_configuration(values: list[str]) -> str:
-        """Return the distinct values as one text, in the order of the table.
+        """Return the distinct ``values`` as one text; ``values`` has one value for each row of ``table``, in its order.
 
         If each configuration has a single value, and not all have the same, each value is followed by the names of the
         configurations that have it: ``fp32 (DDP); bf16 (ZeRO-3, ZeRO++)``.

@@ -290,7 +290,7 @@ def test_other_code(
     """Records of other code are refused before anything runs; failures with nothing measured stop no run."""
     other = record()
     error = refused(folder, capsys, "run", suite(folder))
-    assert "holds 1 record of other code (hash of sources None, here " in error
+    assert "holds 1 record of another version of the code (hash of sources None, here " in error
     (folder / "results" / "q" / f"{other.id}.json").unlink()
     record(CRASHED)
     zeropp("run", "q.toml")
@@ -400,7 +400,7 @@ def test_plan_says_which_limit_stops_each_combination(folder: Path, zeropp: Zero
     for name, common in (("zero3", True), ("zeropp", False)):
         (reason,) = (reasons[end.rpartition("no: ")[2]] for end in ends[name])
         assert "elements would be padding" in reason
-        assert "allowed 20.0% by max_padding) for blocks of 4096 (the common multiple of " in reason
+        assert "max_padding allows 20.0%) for blocks of 4096 (the common multiple of " in reason
         assert ("of bf16, align = 4096) on 4 ranks" if common else "of int8:4096, ") in reason
         assert (
             "its units are aligned to 4096 elements, the least common multiple of the blocks" in reason

@@ -82,7 +82,7 @@ def test_a_machine_adds_seconds(zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch)
     assert "the interval over 6 fits of the machine file" in printed
     for command, file, message in (
         ("plan", path, "unknown key 'question' of a machine"),
-        ("run", machine, "zeropp run needs one that is calibrated here"),
+        ("run", machine, "zeropp run needs costs that were measured on this host"),
     ):
         assert message in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
 

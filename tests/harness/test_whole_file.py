@@ -29,6 +29,22 @@ with written_whole([Path(name) for name in sys.argv[2:]]) as unfinished:
 """
 
 
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EPERM, "not permitted"), False),
+    ],
+)
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, error: OSError, *, names: bool) -> None:
+    """The system names no file when a disk is full; other errors stay as they are."""
+    target = tmp_path / "new"
+    with pytest.raises(OSError, match=str(error.strerror)) as raised, written_whole([target]):
+        raise error
+    assert raised.value.filename == (str(target) if names else None)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_writer_that_is_killed_changes_no_target(tmp_path: Path, number: signal.Signals) -> None:
     """A process that is killed while it writes leaves old files as they were, and makes no new ones.

@@ -286,7 +286,7 @@ class Mine(torch.Tensor):
                 (ZEROS.double(), "fp32, bf16, fp16, got torch.float64"),
                 (ZEROS.bool(), "fp32, bf16, fp16, got torch.bool"),
                 (ZEROS.to(torch.complex64).conj(), "fp32, bf16, fp16, got torch.complex64"),
-                (ZEROS.view(2, 4).to_sparse(), "x is a sparse_coo tensor: pass a dense one, such as x.to_dense"),
+                (ZEROS.view(2, 4).to_sparse(), "x is a sparse_coo tensor, not a dense one: convert it first"),
                 (ZEROS.to("meta"), "x is on meta, but the mesh is on cpu: move x there"),
                 (ZEROS.as_subclass(Mine), "x is a Mine: pass a plain torch.Tensor"),
                 ([0.0] * 8, "x is a list: pass a plain torch.Tensor"),

@@ -135,7 +135,7 @@ def test_elements_of_one_hop_arrive_where_they_are_used(mesh: Mesh, transport: T
 
 def test_what_is_no_policy_is_refused() -> None:
     """A configuration in place of a policy or a mesh is refused in one line, and so is a job that has not begun."""
-    with pytest.raises(ZeroError, match=r"policy is a dict: expected a zeropp\.Policy"):
+    with pytest.raises(ZeroError, match=r"policy has type dict: pass a zeropp\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
     with pytest.raises(
         MeshError, match=r"mesh is a dict: expected zeropp\.mesh\(\.\.\.\), torch's DeviceMesh"

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Callable[[], list[Record]], str]] = {
     ),
     "steps without seconds": (
         lambda: [changed_steps(r, lambda _: {"total": 0.0}) for r in runs(*BOTH)],
-        r"record [0-9a-f]{12} has a step of 0 s, so that no ratio can be computed; delete its file and run",
+        r"record [0-9a-f]{12} has a step of 0 s, so that no ratio can be computed; delete the record's file, and",
     ),
     "no timed steps": (
         lambda: [changed_steps(r, lambda _: {"warmup": True}) for r in runs(*BOTH)], "has no timed step",
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], list[Record]], str]] = {
     "a link that carries nothing": (lambda: [on_link(r, 0.0) for r in runs(*BOTH)], "has a link of 0 Mbit/s"),
     "no ranks": (
         lambda: [changed(r, ranks=[]) for r in runs(*BOTH)],
-        "has no rank, so that no ratio can be computed; delete its file and run",
+        "has no rank, so that no ratio can be computed; delete the record's file, and run",
     ),
     "units without elements": (
         lambda: [changed(r, units=[("a", 0, 0)]) for r in runs(*BOTH)], "has units without elements, so that no",

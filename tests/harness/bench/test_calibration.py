@@ -129,7 +129,7 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"host": ""}, "zeropp run needs one that is calibrated here"),
+        ({"host": ""}, "zeropp run needs costs that were measured on this host"),
         ({"host": "elsewhere"}, "calibrated on elsewhere"),
         ({"date": "2020-01-01"}, "days ago"),
         ({"date": "today"}, "date = 'today': expected the day of the calibration"),

@@ -212,9 +212,9 @@ def test_together() -> None:
 def test_records_refuse(tmp_path: Path) -> None:
     """Unpaired seconds, other schemas and records of suites are refused as records of a benchmark."""
     sample = collectives().samples[0].model_dump()
-    with pytest.raises(ValueError, match="seconds has 2 rounds, but reference_seconds has 1"):
+    with pytest.raises(ValueError, match="numbers of rounds: 2 in seconds, but 1 in reference_seconds"):
         Sample(**(sample | {"reference_seconds": [1.0]}))
-    with pytest.raises(ValueError, match="seconds has 2 rounds, but first has 1"):
+    with pytest.raises(ValueError, match="numbers of rounds: 2 in seconds, but 1 in first"):
         Sample(**(sample | {"parts": {"first": [1.0]}}))
     for wrong in ({"seconds": [0.0, 1.0]}, {"parts": {"forward": [0.0, 1.0]}}):
         with pytest.raises(ValueError, match="above 0"):

@@ -140,7 +140,7 @@ def test_a_node_without_the_token_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(Refusal, match=r"a token \(ZEROPP_TOKEN\) other than node 0's"):
             Channel(place_of(leading))
         monkeypatch.setenv(run_token.VARIABLE, "short")
-        with pytest.raises(Refusal, match="ZEROPP_TOKEN has 5 characters, and needs at least 32"):
+        with pytest.raises(Refusal, match="ZEROPP_TOKEN is too short: 5 of at least 32 characters"):
             Channel(place_of(leading))
 
 

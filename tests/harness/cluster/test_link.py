@@ -204,7 +204,7 @@ def test_nccl_sends_through_what_was_asked_for() -> None:
 
 @given(present=st.lists(st.sampled_from([f"mlx5_{n}" for n in range(12)]), unique=True), data=st.data())
 def test_adapters_are_those_that_a_node_has(present: list[str], data: st.DataObject) -> None:
-    """A number chooses the first adapters; a missing one is refused, with the number of those present."""
+    """A number chooses the first adapters; a missing one is refused, with the names of those present."""
     number = data.draw(st.integers(1, 12))
     names = tuple(data.draw(st.lists(st.sampled_from([*present, "hfi1_0"]), min_size=1, unique=True)))
     for requested, text, chosen in (
@@ -214,8 +214,11 @@ def test_adapters_are_those_that_a_node_has(present: list[str], data: st.DataObj
         if chosen is not None:
             assert choose_hcas(requested, present, 3).split(",") == chosen
         else:
-            with pytest.raises(LinkError, match=f"cluster.hcas = {text}: node 3 has {len(present)} "):
+            with pytest.raises(
+                LinkError, match=f"cluster.hcas = {text}: node 3 has these .* port: "
+            ) as caught:
                 choose_hcas(requested, present, 3)
+            assert f"port: {', '.join(present) or 'none'}; name adapters" in str(caught.value)
 
 
 ROUND_TRIP = """

@@ -11,7 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from docs.numbers import REFERENCE, ROOT
-from harness.records.training_faults import Checked, Norms, Spent, computed, slowed, training_fault
+from harness.records.training_faults import (
+    Checked,
+    Norms,
+    Spent,
+    _wrong_batches,
+    computed,
+    slowed,
+    training_fault,
+)
 from harness.records.trial_record import Alone, LedgerRow, Record
 from harness.suites.trial import Trial
 from impl.codecs.codec import Raw
@@ -84,6 +92,16 @@ def test_work_between_steps_is_judged_by_what_a_rank_did(
 def test_each_fault_is_named(changes: dict[str, Any], message: str) -> None:
     """Each fact that does not fit the record, or the other ranks, is named with its numbers."""
     assert message in (fault(*clean(**changes)) or "")
+
+
+def test_a_batch_that_a_rank_reads_again_is_one_fault() -> None:
+    """A rank that reads its own batch again reads no batch of another rank."""
+    checked, _ = clean(batches={})
+    checked[1] = replace(checked[1], batches={0: "a", 2: "a"}, distinct=True)
+    checked[0] = replace(checked[0], of_next_rank={0: "a", 2: "a"})
+    assert list(_wrong_batches(checked)) == [
+        "rank 1 read in step 2 a batch that it had read in an earlier step, 0"
+    ]
 
 
 def test_a_slow_configuration_must_be_explained() -> None:

@@ -237,12 +237,12 @@ def test_peers() -> None:
         ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
         ({"model": Model(name="tests.harness.runs.test_feasibility:leaving")}, "SystemExit: 3"),
         ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
-        ({"cluster": Cluster(link="real")}, "set launcher 'torchrun'"),
+        ({"cluster": Cluster(link="real")}, "set cluster.launcher to 'torchrun'"),
         (
             {"cluster": SHAPED.model_copy(update={"link": "shaped"})},
             "link = 'shaped': needs 2 machines for 2 nodes",
         ),
-        ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 names; expected one for each of 2 nodes"),
+        ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 name; expected one for each of 2 nodes"),
         ({"cluster": GPUS}, "4 ranks need a GPU each, but this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
         (

@@ -380,11 +380,11 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     [
         (SHAPED, "aa", "link = 'shaped' is not possible here (nodes 0 and 1 are one host)"),
         (ADAPTERS | {"hcas": 2}, "aa", "link = 'real' is not possible here (nodes 0 and 1 are one host)"),
-        (ADAPTERS | {"hcas": 4}, "ab", "cluster.hcas = 4: node 1 has 2 InfiniBand or RoCE adapters"),
+        (ADAPTERS | {"hcas": 4}, "ab", "cluster.hcas = 4: node 1 has these InfiniBand or RoCE adapters"),
         (
             ADAPTERS | {"hcas": ["mlx5_3"]},
             "ab",
-            "cluster.hcas = mlx5_3: node 1 has 2 InfiniBand or RoCE adapters",
+            "cluster.hcas = mlx5_3: node 1 has these InfiniBand or RoCE adapters",
         ),
     ],
 )

@@ -140,12 +140,12 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
             (
                 "",
                 {"rate_mbit": 50_000.0},
-                "50000 Mbit/s are more than a tbf queue allows; set a rate below 34360 Mbit/s",
+                "50000 Mbit/s is more than a tbf queue allows; set cluster.rate below 34360 Mbit/s",
             ),
             (
                 "ip link set dev NAME mtu 9000",
                 {"rate_mbit": 10.0},
-                "9000 bytes, but a queue of 10 Mbit/s accepts packets of at most 3000 bytes; set a rate of 36 Mbit/s",
+                "but a queue of 10 Mbit/s accepts packets of at most 3000 bytes; set cluster.rate to 36 Mbit/s",
             ),
             ("tc qdisc add dev NAME root handle 7: tbf rate 1gbit burst 9k latency 1s", {}, "tbf 7:"),
         ),

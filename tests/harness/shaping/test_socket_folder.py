@@ -52,13 +52,23 @@ def test_the_users_runtime_folder_comes_before_shared_ones(
     Path(runtime).rmdir()
 
 
+def test_a_refusal_names_each_folder_that_was_tried(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's runtime folder is among them, if there is one."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(Refusal, match=r"\(/run/user/7, /tmp, /var/tmp, /dev/shm\): set TMPDIR"):
+        socket_folder.parent()
+
+
 def test_without_any_short_folder_the_variable_is_named(
     long_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The refusal is one line that names TMPDIR and the way out."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(
-        Refusal, match=r"TMPDIR = '.*': the path of a folder .*: set TMPDIR to a shorter path"
+        Refusal, match=r"TMPDIR = '.*': a folder .*: set TMPDIR to a writable folder with a shorter path"
     ):
         socket_folder.parent()
 

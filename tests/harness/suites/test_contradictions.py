@@ -99,7 +99,7 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
             "policy.gather = 'examples.*': not supported with workload = 'rlhf': .*; set workload = 'train', or ",
         ),
         ({"optimizer": {"matrices": "*.weight"}}, "optimizer.matrices = .*: has no effect with .* 'AdamW'"),
-        (_FSDP2 | {"cluster": _THREADS}, "strategy = 'fsdp2.qgz': .* leave the strategy out"),
+        (_FSDP2 | {"cluster": _THREADS}, "strategy = 'fsdp2.qgz': .* choose another strategy"),
         (
             _STAGED | {"strategy": "fsdp2"},
             "strategy 'fsdp2' sends its own messages, .* set cluster.transport = 'nccl'",

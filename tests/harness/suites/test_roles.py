@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.suites.expand_suite import _difference
 from harness.suites.repeat_order import nearest_baselines
 from harness.suites.suite import Suite, SuiteError
 from tests.harness.suites.test_suite_file import HEAD, Read, read
@@ -53,16 +54,16 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
         ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }',
-            "match both baseline and contrast",
+            "baseline and contrast both match 4 trials",
         ),
         ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
         (
             'baseline = { strategy = "zero3", tokens_per_rank = 64 }',
-            "3 of 5 other trials have no baseline in their setting, the first with tokens_per_rank = 128",
+            "matches no trial in the setting of 3 of 5 other trials, the first with tokens_per_rank = 128",
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "some baseline trials have tokens_per_rank = 128, and no trial of the contrast does: add such a trial",
+            "some baseline trials have tokens_per_rank = 128, and no trial of the contrast does: add a trial",
         ),
     ],
 )
@@ -70,6 +71,15 @@ def test_what_names_no_two_groups_is_refused(keys: str, message: str, read: Read
     """The refusal is one line with the key."""
     with pytest.raises(SuiteError, match=message):
         suite_of(read, keys)
+
+
+def test_an_equal_trial_is_the_most_similar_one(read: Read) -> None:
+    """The fields of an error are those of the most similar trial, also if other trials follow it."""
+    first, *others = suite_of(read, "").trials
+    assert {trial.tokens_per_rank for trial in others} == {64, 128}
+    assert _difference(first, others) == ""
+    longer = [trial for trial in others if trial.tokens_per_rank == 128]
+    assert _difference(first, longer) == "tokens_per_rank = 64"
 
 
 _CODECS = """
@@ -97,7 +107,7 @@ def test_a_setting_may_have_several_baselines(read: Read) -> None:
         (
             "6",
             ', "int6:128"',
-            r"and a trial with .* differs from two of them in equally many fields; let the baseline match only",
+            r"and a trial of .* differs from two of them in equally many fields; let baseline match only one",
         ),
         (
             '"until 2 %"',

@@ -89,7 +89,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.Ca
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
     assert "no such folder" in refusal(capfd, *base, "--load", folder)
     output(capfd, *base, "--steps", "1", "--save", folder)
-    assert "1 steps are done, so --steps 1 leaves none to run" in refusal(
+    assert "the checkpoint was saved after step 1, so --steps 1 leaves no step to run" in refusal(
         capfd, *base, "--load", folder, "--steps", "1"
     )
     assert "with --seed 0, and this run has --seed 3: give the same --seed, or load another" in refusal(
@@ -121,9 +121,9 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_flags_that_differ(
         "give the same --corpus, or load another checkpoint"
     )
     layers = (
-        r"the model and the checkpoint differ in \d+ entries of the state dict, such as \S+, which is only in the "
-        r"model: load the checkpoint with the model that was saved \(--preset, --num-layers, --hidden-size and "
-        r"--vocab-size choose this run's model\)"
+        r"the model and the checkpoint have different entries of the state dict \(differences: \d+\), for example \S+, "
+        r"which is only in the model: load the checkpoint with the model that was saved \(--preset, --num-layers, "
+        r"--hidden-size and --vocab-size choose this run's model\)"
     )
     optimizer = (
         "has the state of AdamW, and this run's optimizer is Adam: set optimizer.type and optimizer.params.adam_w_mode "
@@ -238,7 +238,7 @@ def test_padding_is_refused_with_the_option_that_allows_it(
     small = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--steps", "1"]
     flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
     message = refusal(capfd, *flags, "--max-padding", "0.19")
-    assert re.search(r"\d% of \d+, allowed 19.0% by max_padding", message)
+    assert re.search(r"\d% of the \d+ elements of parameters, and max_padding allows 19.0%", message)
     needed = message.rpartition(" ")[2].strip()
     assert message.endswith(f"raise max_padding to {needed}, with --max-padding {needed}\n")
     assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
@@ -251,7 +251,7 @@ def test_as_many_ranks_as_torchrun_started_are_asked_for(
     """Numbers of nodes and ranks that do not agree with torchrun's are refused in one line."""
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "started 2 ranks, but --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
+    assert "torchrun set WORLD_SIZE to 2, but --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
 
 
 @pytest.mark.parametrize("error", [LossScaleError("too small"), ZeroError("odd"), CheckpointError("gone")])

@@ -77,10 +77,13 @@ def test_clocks_of_hosts_are_aligned(tmp_path: Path, clock: float) -> None:
         ([ddp(Writer(0)), ddp(Writer(1), steps=3)], "has steps 3 to 5"),
         (
             [ddp(Writer(0, world=3)), ddp(Writer(1, world=3))],
-            "its run had 3 ranks, but none of the 2 traces is of rank 2: give",
+            "its run had a world size of 3, but none of the 2 traces is of rank 2: give",
         ),
         ([ddp(Writer(0)), fsdp(Writer(1))], "ranks 0 and 1 issued different collectives"),
-        ([ddp(Writer(0)), ddp(Writer(1, world=4))], "its run had 4 ranks, but the run of .* had 2: give"),
+        (
+            [ddp(Writer(0)), ddp(Writer(1, world=4))],
+            "its run had a world size of 4, but the run of .* had a world size of 2: give",
+        ),
         ([ddp(Writer(0, world=1))], "its run had one rank"),
         ([ddp(Writer(0, groups=[[0, 1], [0], [0, 1, 2, 3]]))], "has 2 process groups"),
     ],
@@ -114,7 +117,10 @@ def _changed(writer: Writer, prefix: str, **changes: Any) -> Writer:
         (_changed(on_gpu(Writer(0)), "nccl", args={"stream": 20}), "have no collective metadata"),
         (_changed(ddp(Writer(0)), "c10d::", args={}), "has no shapes: trace with profile"),
         (_changed(ddp(Writer(0)), "c10d::", name="c10d::send"), "messages between two ranks"),
-        (_changed(ddp(Writer(0)), "gloo:", name="x"), "issues 2 collectives, but gloo ran 0"),
+        (
+            _changed(ddp(Writer(0)), "gloo:", name="x"),
+            "the number of issued collectives is 2, but gloo ran 0",
+        ),
         (_changed(ddp(Writer(0)), "c10d::", name="c10d::scatter_"), "has c10d::scatter_, but only"),
     ],
 )

@@ -86,8 +86,16 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes, says: str) ->
 @pytest.mark.parametrize("steps", [0, 1])
 def test_one_step_is_too_few(tmp_path: Path, steps: int) -> None:
     """A trace of one step is refused, and the message says how to trace several."""
-    with pytest.raises(Refusal, match=f"has {steps} complete steps.*active=5"):
+    with pytest.raises(Refusal, match=f"number of complete steps .* is {steps}, .*active=5"):
         kineto.read(ddp(Writer(0), steps=steps).write(tmp_path))
+
+
+def test_a_step_without_a_number_is_refused_by_its_name(tmp_path: Path) -> None:
+    """A user's own event that is named like a step is no missing step."""
+    path = ddp(Writer(0)).write(tmp_path)
+    path.write_text(path.read_text().replace("ProfilerStep#4", "ProfilerStep#last"))
+    with pytest.raises(Refusal, match="'ProfilerStep#last' is no step's name"):
+        kineto.read(path)
 
 
 def test_names_may_hold_line_breaks(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def test_published_teraflops_follow_from_their_shapes() -> None:
 def test_patches_that_make_no_image_are_refused() -> None:
     """A vision model whose sequence is no square of equal patches is refused, naming those that are."""
     with pytest.raises(
-        Refusal, match=r"cannot be cut into sequence = 128 patches; expected one of 1, 4, 16, 64, 256, 1024"
+        Refusal,
+        match=r"cannot cut an image into 128 square patches; set sequence to one of 1, 4, 16, 64, 256, 1024",
     ):
         build(Model(name="vit-tiny"), 128)
 

@@ -43,7 +43,7 @@ def test_listed_parameters_are_those_of_the_module(name: str, arguments: dict[st
 def test_a_sequence_that_makes_no_image_is_refused() -> None:
     """The list is refused as the module is."""
     with pytest.raises(
-        Refusal, match="an image cannot be cut into sequence = 48 patches; expected one of"
+        Refusal, match="cannot cut an image into 48 square patches; set sequence to one of"
     ) as listed:
         parameters_of(Model(name="vit-tiny"), 48)
     with pytest.raises(Refusal) as built:

@@ -65,5 +65,5 @@ def test_state_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
     assert dropped == (
         "loss scale: saved with LossScale(initial=8.0, window=1000, least=1.0), here None",
         "state of feedback: saved with topology 2x2, here 1x2",
-        "random states: saved by 4 ranks, here 2",
+        "random states: the number of ranks was 4, and is 2 here",
     )

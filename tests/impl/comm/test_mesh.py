@@ -370,7 +370,7 @@ def test_errors_in_a_group_say_how_ranks_are_counted(tmp_path: Path) -> None:
         assert all(said[name].endswith(mine) for name in ("start", "parted"))
         if number % 2:
             assert re.search(
-                "run: global ranks 0 and 2 of this job save their checkpoints in this folder too",
+                "run: is already the folder of the checkpoints of global ranks 0 and 2 of this job",
                 said["save"],
             )
         else:

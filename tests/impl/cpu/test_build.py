@@ -76,13 +76,13 @@ ELSEWHERE = "set XDG_CACHE_HOME to a folder that can be written"
 @pytest.mark.parametrize(
     ("body", "folder", "message"),
     [
-        (COMPLAINS, "cache", "cxx failed with status 3: error: no such flag"),
+        (COMPLAINS, "cache", "cxx failed with status 3: error: no such flag; update or repair this compiler"),
         (
             "exit 0",
             "cache",
             f"cannot keep compiled kernels in .*/cache: No such file or directory; {ELSEWHERE}",
         ),
-        (None, "cache", "cxx does not run: .*"),
+        (None, "cache", "cxx does not run: .*; check that this compiler works"),
         (
             COMPLAINS,
             "file/kernels",

@@ -311,7 +311,7 @@ def made(mesh: Mesh, policy: Policy = EXACT, group_of: Any = None, **options: An
 def test_what_muon_cannot_step_is_refused(mesh: Mesh) -> None:
     """Vectors, models without a group of matrices, offloaded masters and unknown objects are refused in one line."""
     for options, message in (
-        ({"group_of": lambda *_: 1}, r"has shape \(\d+,\), and only a matrix.*: leave it to AdamW"),
+        ({"group_of": lambda *_: 1}, r"has shape \(\d+,\), and only a matrix.*: leave the parameter to"),
         ({"group_of": lambda *_: 0}, r"no trained parameter is in optimizer group 1: call shard"),
         ({"policy": replace(EXACT, offload=Offload(optimizer=1.0))}, r"set offload\.optimizer=0"),
     ):

@@ -359,3 +359,43 @@ def test_one_rank_may_take_the_state_where_all_parameters_are_shown(mesh: Mesh) 
     with GatheredParameters(net.parameters()):
         if mesh.rank == 0:
             assert same(net.state_dict(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor([1e300, 0.0], dtype=torch.float64), "overflow fp32"),
+        (torch.tensor([1e300j, 0j], dtype=torch.complex128), "overflow fp32"),
+        (torch.tensor([(1 << 24) + 1, 0]), "is int64, expected complex64"),
+    ],
+)
+@each_rank(1, 2)
+def test_a_complex_buffer_takes_only_values_that_it_can_hold(mesh: Mesh, value: Tensor, message: str) -> None:
+    """Real and imaginary parts are checked as real values are; what fits is loaded."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    state = zero.full_state_dict()
+    with pytest.raises(ZeroError, match=message):
+        zero.load_full_state_dict({**state, "turns": value})
+    assert zero.full_state_dict()["turns"].tolist() == [0j, 0j]
+    for fits in (torch.tensor([1 + 2j, 3j], dtype=torch.complex128).conj(), torch.tensor([7, 8])):
+        zero.load_full_state_dict({**state, "turns": fits})
+        assert zero.full_state_dict()["turns"].tolist() == fits.to(torch.complex64).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {"step": state["step"]}, "state has no micro_batch"),
+        (lambda _: {}, "state has no micro_batch and no step"),
+        (lambda state: {**state, "other/error": torch.zeros(1)}, "entries of unit 'other'"),
+    ],
+)
+@each_rank(1, 2)
+def test_a_communication_state_that_does_not_fit_is_refused(mesh: Mesh, change: Any, message: str) -> None:
+    """A state of another model, or a part of one, raises a ZeroError, and the engine stays as it was."""
+    zero = shard(nn.Linear(2, 2), mesh=mesh, policy=EXACT)
+    with pytest.raises(ZeroError, match=message):
+        zero.load_communication_state(change(zero.communication_state() | {"step": torch.tensor(3)}))
+    assert zero.communication_state()["step"] == 0

@@ -96,7 +96,7 @@ def test_what_is_not_there_is_a_clear_error(mesh: Mesh) -> None:
         with pytest.raises(ZeroError, match=f"'embed.weight' is {kind}: pass a real tensor"):
             access.Weights(zero, "embed.weight").set_full(value)
     with pytest.raises(
-        ZeroError, match=r"Adam has no state 'exp_avg' of parameter 'embed.weight', only these: none"
+        ZeroError, match=r"Adam has no state 'exp_avg' of parameter 'embed.weight' \(its states: none\)"
     ):
         access.OptimizerState(zero, "embed.weight", optimizer, "exp_avg").full()
     with pytest.raises(ZeroError, match="does not belong to this sharded model"):

@@ -118,7 +118,7 @@ def test_what_has_no_owner_is_refused() -> None:
     for shape in ((8,), (2, 3, 4)):
         placed = [Placed(ParameterSpec("b.w", shape, MATRICES), "b")]
         units = plan_units(placed, ["b"], Topology(1, 2), Policy(memory=ROOMY))
-        with pytest.raises(ZeroError, match=r"parameter 'b\.w' has shape .* leave it to AdamW"):
+        with pytest.raises(ZeroError, match=r"parameter 'b\.w' has shape .* leave the parameter to AdamW"):
             owners_of(Policy(memory=ROOMY), Topology(1, 2), units)
     policy = Policy(memory=ROOMY, offload=Offload(optimizer=0.5))
     with pytest.raises(ZeroError, match=r"set offload\.optimizer=0, or use AdamW"):

@@ -143,7 +143,7 @@ def test_trials_that_ran_different_kernels_are_refused() -> None:
     with pytest.raises(ReportError, match="different kernels") as refused:
         frames_of([*mixed, peer])
     for name, record in zip(("cpu", "reference"), mixed, strict=True):
-        assert f"{name}: 1 records, such as {record.id}" in str(refused.value)
+        assert f"{name}: 1 record, such as {record.id}" in str(refused.value)
     assert frames_of([mixed[0], peer]).pools
     assert frames_of([mixed[1], peer]).pools
 

@@ -80,3 +80,22 @@ def test_seconds_are_of_all_trials_and_not_only_of_those_with_an_error(
     assert shown.groupby("configuration")["step_seconds"].mean().eq(2.0).all()
     assert shown.set_index("id")["vnmse"].dropna().to_dict() == {"a0": 0.1, "b0": 0.2, "c0": 0.3, "d0": 0.4}
     assert shown["m"].eq(2.0).all()
+
+
+def test_two_settings_may_have_a_front_of_the_same_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial gets the verdict of its own setting."""
+    fronts = pd.DataFrame(
+        {"setting": ["s", "t"], "configuration": ["a", "a"], "front": ["yes", "no"], "sent": [1.0, 1.0]}
+    )
+    trials = pd.DataFrame(
+        {"id": ["1", "2", "3"], "setting": ["s", "t", "u"], "configuration": "a", "validation_loss": 2.0}
+    ).assign(sent_bytes=100.0, m_bytes=50.0)
+    trials = trials.reindex(columns=dict.fromkeys([*trials, *learning.OF_TRIAL]))
+    monkeypatch.setattr(learning.loss_verdicts, "front", lambda _: fronts)
+    monkeypatch.setattr(learning, "_excess", lambda _derived, trials: pd.Series(0.5, trials.index))
+    derived: Any = SimpleNamespace(trials=trials)
+    shown = learning._front(derived)
+    assert shown[["id", "front", "m", "excess"]].to_numpy().tolist() == [
+        ["1", "yes", 2.0, 0.5],
+        ["2", "no", 2.0, 0.5],
+    ]
