@@ -46,9 +46,10 @@ def shard_stride(numel: int) -> int:
 class Noise:
     """Determines the random bits for the elements of a tensor (..., S).
 
-    The bits of an element depend only on ``philox``, the words with which the generator is started, and on the
-    element's number.  The numbers of a row's elements are consecutive.  The first row begins at the number ``start``,
-    and ``strides`` say by how much the numbers increase from one row to the next.
+    The bits of an element depend only on its number and on ``philox``.  ``philox`` are the words that start the random
+    generator.  The numbers of a row's elements are consecutive, and the first row begins at the number ``start``.
+    ``strides`` has one entry for each leading dimension: the difference between the numbers of two rows whose indices
+    along this dimension differ by one.
 
     Raises ValueError: if ``start`` or a stride is negative, or is not a multiple of 8.
     """

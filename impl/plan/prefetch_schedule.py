@@ -117,18 +117,19 @@ class Schedule:
         """Returns the indices of the units that are gathered ahead while ``unit`` runs.
 
         They are the units that follow ``unit`` in ``order``, or the first units of ``order`` if ``unit`` is an outer
-        unit.  As many of them are gathered ahead as three limits allow:
+        unit, which is in use during the whole pass (the root's unit, or a persistent one).  As many of them are
+        gathered ahead as three limits allow:
 
         - number: at most :data:`MOST_AHEAD` units are gathered ahead.
-        - ``prefetch``: the units that are gathered ahead have at most ``prefetch`` elements in total, but the first of
-          them may be larger.  If the first or the second of them begins a pair (two units that are gathered together),
-          the units up to the end of this pair may also exceed the limit.  With ``prefetch=0`` no unit is gathered
-          ahead.
+        - ``prefetch``: the units that are gathered ahead have at most ``prefetch`` elements in total.  The first of
+          them may exceed this limit.  So may a whole pair (two units that are gathered together) that begins with the
+          first or the second of them.  With ``prefetch=0`` no unit is gathered ahead.
         - ``max_live``: all units that are gathered at one time have at most ``max_live`` elements.  If ``max_live`` is
           None, they have at most ``MOST_LIVE`` elements, but the first unit is gathered ahead whatever its size.
 
-        If the limits would separate the two units of a pair, the first unit of the pair is left out too, so that both
-        are gathered together later.  But a unit is not left out if no other unit would be gathered ahead.
+        A pair is not split: if the limits allow only its first unit, this unit is left out too, so that both are
+        gathered together later.  There is one exception: the first unit stays if it is the only unit that would be
+        gathered ahead.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []

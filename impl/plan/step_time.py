@@ -323,8 +323,11 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     unit.  The previous optimizer step has changed the weights, so the first forward pass gathers them from all ranks,
     not from hpZ's copy.
 
-    If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.  If the policy has
-    local steps, it is the mean over ``local_steps`` steps, in which state groups exchange each unit once.
+    If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.
+
+    If the policy has local steps (DiLoCo), the ranks form groups, each of which shards a copy of all states and trains
+    on its own.  The result is then the mean over ``local_steps`` steps, after which the groups average the changes of
+    each unit once.
     """
     if step.policy.schedule:
         return _mean_of_phases(machine, step)

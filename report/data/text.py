@@ -48,8 +48,7 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     return (
         f"A trial is disturbed if other programs and the hypervisor together took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Columns of times leave out disturbed trials, and columns of speed-ups leave out pairs with "
-        f"a disturbed trial. In all, {left} of the {whole} trials or pairs that were measured for "
-        f"{counted(len(counts), 'row')} are left out."
+        f"a disturbed trial. {counted(len(counts), 'row')} lost some of them: {left} of {whole} trials or pairs."
     )
 
 

@@ -19,8 +19,10 @@ _COUNT: Final = "{:,.0f}".format
 def net_speedup(derived: Derived) -> Table:
     """Return the table of net speed-ups: how many times as fast configurations reach their baseline's final loss.
 
-    A configuration has one row for each source of the seconds of a step, and each setting of the source.  If no source
-    has the seconds of its steps, the configuration has a single row without a net speed-up.
+    The seconds of a step come from one or more sources: the suite's own records, those of another suite, or a machine
+    file.  A configuration has a row for each source that has its seconds and, within a source, for each setting (such
+    as the rate of the link) in which the source has them.  If no source has them, the configuration has a single row,
+    without a net speed-up.
     """
     rows = net_speed.net_speeds(derived)
     base = listed(list(dict.fromkeys(each.row["base"] for each in rows))) or "the baseline"

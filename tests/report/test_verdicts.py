@@ -415,7 +415,7 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert re.fullmatch(r"(1\.9|2\.0)\d .*▲", row["Speed-up"])
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
-    left_out = "with a disturbed trial. In all, 2 of the 6 trials or pairs that were measured for 1 row are left out."
+    left_out = "with a disturbed trial. 1 row lost some of them: 2 of 6 trials or pairs."
     assert left_out in head.table.footnotes
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
     assert len(derive(frames_of(slow)).trials) == 12

@@ -29,9 +29,7 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
         Interval(1.0, math.nan, math.nan, n, left_out=left) for n, left in ((6, 0), (4, 2), (5, 1))
     )
     assert left_out_in_words([kept]) == ""
-    words = (
-        "a disturbed trial. In all, 3 of the 12 trials or pairs that were measured for 2 rows are left out."
-    )
+    words = "a disturbed trial. 2 rows lost some of them: 3 of 12 trials or pairs."
     assert words in left_out_in_words([kept, some, more])
 
 

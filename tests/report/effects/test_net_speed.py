@@ -263,7 +263,7 @@ def test_pairs_of_another_suite_that_were_left_out_are_counted_with_all_its_pair
     derived = Derived(frames_of(trained(BETTER, FREE)), (source(records),))
     assert only(derived).net.n == 6
     footnotes = verdicts(derived).table.footnotes
-    assert "In all, 1 of the 12 trials or pairs that were measured for 1 row are left out." in footnotes
+    assert "1 row lost some of them: 1 of 12 trials or pairs." in footnotes
 
 
 def test_a_net_speed_up_to_the_higher_loss_from_disturbed_seconds_alone_is_marked() -> None:
