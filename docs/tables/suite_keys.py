@@ -68,7 +68,8 @@ _VALUES: Final = {
     "peer.bucket_mb": "number: largest bucket of DDP's gradients, in MB",
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
     "gather_method": "table: arguments of [a gather of your own](own_method.md#a-gather-of-your-own)",
-    "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
+    "method": "table: arguments of [a method or strategy of your own](own_method.md); an argument with the "
+    "value `none` is not passed",
     "margin": "how much higher than the baseline's a loss may be, [as a number of steps](#parts-of-a-suite-file); "
     "0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
@@ -91,16 +92,17 @@ _VALUES: Final = {
     "optimizer.name": "class of torch.optim, [`Muon`](muon.md#in-suites) included, or `module:class`",
     "optimizer.matrices": "pattern of the names of parameters that Muon steps; empty: the hidden matrices",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
-    "optimizer.schedule.start": "factor of the learning rate before the first step of the warm-up",
+    "optimizer.schedule.start": "number: learning rate from which the warm-up rises, as a share of `lr`",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
-    "optimizer.schedule.floor": "factor of the learning rate at the last step",
+    "optimizer.schedule.floor": "number: learning rate at the last step of a decay, as a share of `lr`",
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
-    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000; `adamw` is a table of those of Muon's "
-    "AdamW",
+    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000. With Muon, `adamw` is a table: "
+    "arguments of the AdamW that steps all parameters that Muon does not step",
     "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
     "then the default",
-    "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
+    "sequence": "whole number: tokens of a sequence, or patches of an image: 1, 4, 16, 64 (the default for images), "
+    "256 or 1024",
     "validate_every": "steps between validations; 0: once, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
     "measure_quantisation": "true: in the first repeat, measure the errors of what is sent, and the errors that "

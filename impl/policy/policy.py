@@ -135,8 +135,9 @@ class Policy:
         None, "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
         read=parse_codec, alters=lambda policy, _: policy.differences is None,
     )  # fmt: skip
-    refresh: int = setting(  # in optimizer steps
-        0, "steps after which whole weights are sent instead of differences; 0: never", least=0,
+    refresh: int = setting(
+        0, "optimizer steps after which whole weights are sent again, instead of differences; 0: whole weights are "
+        "sent only in the first step", least=0,
         alters=lambda policy, _: policy.differences is None,
     )  # fmt: skip
     feedback: Feedback | None = setting(
@@ -166,13 +167,14 @@ class Policy:
     # backward (activation checkpointing) is refused.
     planes: Literal[1, 2, "phase"] = setting(
         1, "1: one quantisation for all passes; 2: by rows for forward and by columns for backward, and every gather "
-        "sends both; `phase`: as 2, but a gather sends only what its pass computes with", implied=True,
+        "sends both; `phase`: as 2, but a gather sends only the version that its pass computes with (with hpZ, forward "
+        "also sends the version of backward, between nodes)", implied=True,
         alters=lambda policy, _: _raw(policy.weights),
     )  # fmt: skip
-    # ``stage`` means ``step`` in stages 0 and 1, and ``micro_batch`` in stages 2 and 3.
     reduce_every: Literal["stage", "micro_batch", "step"] = setting(
-        "stage", "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up locally and "
-        "reduces once; `stage`: as the stage implies",
+        "stage", "`micro_batch` reduces gradients after each micro-batch and adds up the shards; `step` adds up "
+        "gradients locally and reduces the sum once a step; `stage` means `step` in stages 0 and 1, `micro_batch` in "
+        "stages 2 and 3",
         in_words=lambda every: every.replace("_", "-"), execution=True, scope="training",
         alters=lambda policy, every: policy.stage < 2 and every == "micro_batch",
     )  # fmt: skip
@@ -190,8 +192,9 @@ class Policy:
     # Codecs of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Even
     # in ``exact``, messages in bf16 change no bit of the result, because Newton-Schulz computes in bf16.
     owned: tuple[Codec, Codec] = setting(
-        (BF16, BF16), "codec; or a list of two: with Muon, of the momentum that is sent to the owners of matrices, and "
-        "of the updates that come back", read=parse, pair=True, scope="training",
+        (BF16, BF16), "codec; or a list of two: for the momentum that ranks send to a matrix's owner (with Muon, the "
+        "rank that orthogonalises the matrix), and for the update that the owner sends back",
+        read=parse, pair=True, scope="training",
         in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))),
     )  # fmt: skip
     memory: MemoryLimits = MemoryLimits()

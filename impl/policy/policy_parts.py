@@ -123,7 +123,9 @@ class MemoryLimits:
         least=0, execution=True, scope="stage 3",
     )  # fmt: skip
     max_reuse: int = setting(
-        1, "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
+        1, "a unit stays gathered from forward to backward if the units that run in between have fewer elements than "
+        "this, counted once in forward and once in backward. 1: only the last block and the parameters outside of "
+        "blocks stay gathered, since no unit runs in between; 0: no unit does",
         least=0, execution=True, scope="stage 3",
     )  # fmt: skip
     pair_below: int = setting(

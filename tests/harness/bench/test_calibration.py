@@ -72,7 +72,7 @@ BLANK = replace(TRUTH, per_token=0.0, launch=0.0, unit=0.0, element=0.0, message
 @settings(max_examples=2, deadline=None)
 @given(st.lists(st.floats(0.8, 1.25), min_size=11, max_size=11))
 def test_alternatives_fit_as_well_as_the_best(noise: list[float]) -> None:
-    """The best fit is that of all trials, and each alternative differs from it and has an error at most 1 % larger."""
+    """The best fit is that of all trials, and each alternative differs from it and has an error at most 0.01 larger."""
     measured = [
         replace(trial, wall=factor * trial.wall, in_steps=factor * trial.in_steps)
         for trial, factor in zip(_measured(TRUTH), noise, strict=True)
