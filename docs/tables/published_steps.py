@@ -410,7 +410,9 @@ def _identified(rows: pd.DataFrame) -> str:
     widest = max(ranges, key=lambda pair: pair[1] / pair[0])
     low, high = min(one.efficiency for one in machines), max(one.efficiency for one in machines)
     found = f"{len(machines)} fits with efficiencies of adapters from {low:.0%} to {high:.0%}"
-    fits = f"{found} are within {EQUAL_FITS:.0%} of\nthe best one."
+    fits = (
+        f"{found} are as good as the best one\n(within {100 * EQUAL_FITS:.0f} percentage point of its error)."
+    )
     if widest[1] / widest[0] > APART:
         return f"""{fits} They predict speed-ups of ZeRO++ over ZeRO-3 that are too far apart, as from
         {widest[0]:.2f} to {widest[1]:.2f} in one row: these rows do not tell computation from sending, so no speed-up
