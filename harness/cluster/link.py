@@ -185,7 +185,9 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
             limit = f"a rate of {rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
             kinds = "'auto', 'namespaces' or, with a rate, 'paced'"
             if cluster.launcher != "local":  # a launcher's nodes are no namespaces
-                kinds = "'paced' with a rate or, for nodes on distinct hosts, 'shaped'"
+                kinds = (
+                    "'paced', with a rate" if latency else "'paced' or, for nodes on distinct hosts, 'shaped'"
+                )
             raise LinkError(f"link {kind!r} cannot have {limit}; set cluster.link to {kinds}")
         return Link(cluster, kind, why, (Port(None, ""),) * cluster.nodes if kind == "real" else loopback)
     if kind in ("auto", "namespaces"):

@@ -71,9 +71,7 @@ def pack(folder: Path, into: Path, name: str = "") -> Path:
                     )
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
-        raise RecordError(
-            f"{error.filename or folder}: cannot be read: {error.strerror or error}; make it readable, or move it away"
-        ) from error
+        raise RecordError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     target = into / f"{name}{SUFFIX}"
     write_whole(target, buffer.getvalue())
     return target
@@ -110,11 +108,13 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
             f"MiB; if the archive was renamed, rename it back to FOLDER{SUFFIX}, where FOLDER is the name of the "
             "packed folder; otherwise pack the folder again"
         ) from None
-    except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise RecordError(
-            f"{archive}: cannot be unpacked: {reason}; copy or download the archive again"
+            f"{archive}: cannot be unpacked: {error}; copy or download the archive again"
         ) from error
+    except OSError as error:
+        where = "" if error.filename in (None, str(archive)) else f"{error.filename}: "
+        raise RecordError(f"{archive}: cannot be unpacked: {where}{error.strerror or error}") from error
     return folder
 
 

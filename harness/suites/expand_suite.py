@@ -43,7 +43,7 @@ from harness.suites.ineffective import (
     check_settings,
     check_tables,
 )  # fmt: skip
-from harness.suites.labels import as_written, counted, flatten, look_up, value_text
+from harness.suites.labels import at, counted, flatten, look_up, value_text, varying_paths
 from harness.suites.peers import PEERS
 from harness.suites.policy_scope import unfitting_changes
 from harness.suites.repeat_order import (
@@ -579,12 +579,13 @@ def _difference(trial: Trial, others: Sequence[Trial]) -> str:
     The text has the first trial's values, such as ``cluster.nodes = 2, seed = 1``.  Strategy, policy and the other
     fields of the configuration are not compared.
     """
-    kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
-    mine = dict(flatten(kept))
-    theirs = [dict(flatten(other.canonical())) for other in others]
-    differing = [[path for path, value in mine.items() if fields.get(path) != value] for fields in theirs]
-    fewest = min(differing, key=len)
-    return ", ".join(f"{path} = {as_written(path, mine[path])}" for path in fewest)
+    mine, found = trial.canonical(), list[list[str]]()
+    for other in others:
+        paths = varying_paths(
+            [mine, other.canonical()]
+        )  # also fields that one of the two leaves at its default
+        found.append([path for path in paths if path.split(".")[0] not in CONFIGURATION])
+    return ", ".join(f"{path} = {at(mine, path)}" for path in min(found, key=len))
 
 
 def expected_text(errors: Sequence[ErrorDetails]) -> str:

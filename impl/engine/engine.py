@@ -520,6 +520,10 @@ class Zero:
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
             unit_states[name][entry] = tensor
+        if other := sorted(unit_states[""].keys() - {"step", "micro_batch", "budget"}):
+            raise ZeroError(
+                f"state has an entry {other[0]!r} of no unit: load a state that communication_state() has returned"
+            )
         known = {
             "",
             *(unit.geometry.name for unit in self.units),

@@ -112,7 +112,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
         if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
             narrowing = Narrowing(dtype)
             narrowing.cast(name, value.detach())
-            if (overflow := narrowing.overflow()) is not None:
+            if (overflow := narrowing.overflow()) is not None:  # counts real and imaginary parts one by one
                 raise ZeroError(f"state: {overflow}; clip these values before loading")
         return
     # A parameter with one byte for each element is quantised, and its scales are not in this tensor.

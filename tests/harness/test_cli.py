@@ -130,8 +130,11 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
         (folder / "results" / archives).mkdir()
         (folder / "results" / archives / "q.tar.xz").touch()
     text = refused(folder, capsys, command, name)
-    assert f"unknown suite{' or id' if command == 'show' else ''} " in text
-    assert "results holds q;" in text
+    if command == "report" and not name:
+        assert "no suite given: name a suite (results holds q) or a results folder" in text
+    else:
+        assert f"unknown suite{' or id' if command == 'show' else ''} " in text
+        assert "results holds q;" in text
     (folder / "results" / "empty").mkdir()
     if command == "show":
         assert "no records" in refused(folder, capsys, "show", "empty")

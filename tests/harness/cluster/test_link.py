@@ -143,6 +143,14 @@ def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
         (cluster_with("real", 2, 50.0), "link 'real' cannot have a rate of 50 Mbit/s"),
         (cluster_with("real", 2, None, latency=2.0), "link 'real' cannot have a latency of 2 ms"),
         (
+            cluster_with("real", 2, 50.0, launcher="torchrun"),
+            "set cluster.link to 'paced' or, for nodes on distinct hosts, 'shaped'",
+        ),
+        (
+            cluster_with("real", 2, 50.0, latency=2.0, launcher="torchrun"),
+            "set cluster.link to 'paced', with a rate",
+        ),
+        (
             cluster_with("paced", 2, None, latency=2.0),
             "cluster.latency = '2 ms' without cluster.rate needs network namespaces",
         ),

@@ -117,7 +117,7 @@ def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_nvml_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial on a GPU runs without the package nvidia-ml-py too."""
+    """Without the package nvidia-ml-py, GPUs have no samples, and no error is raised."""
     assert sampled(monkeypatch, None, 0.05, "GPU-0") is None  # None makes the import raise an ImportError
 
 

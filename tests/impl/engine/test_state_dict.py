@@ -390,6 +390,7 @@ def test_a_complex_buffer_takes_only_values_that_it_can_hold(mesh: Mesh, value: 
         (lambda state: {"step": state["step"]}, "state has no micro_batch"),
         (lambda _: {}, "state has no micro_batch and no step"),
         (lambda state: {**state, "other/error": torch.zeros(1)}, "entries of unit 'other'"),
+        (lambda state: {**state, "other": torch.zeros(1)}, "an entry 'other' of no unit"),
     ],
 )
 @each_rank(1, 2)

@@ -41,6 +41,7 @@ from report.tables.latex import tabular
 from report.tables.net_speed import net_speedup
 from report.verdicts import verdicts
 from tests.report.records import changed_steps, ending_at, record_of, taken_by_others
+from tests.report.test_hostile_records import failed
 
 NOISE = np.array([0.01, -0.01, 0.005, -0.005, 0.002, -0.002])
 SHAPED = Cluster(rate="50 Mbit/s")
@@ -346,6 +347,13 @@ def test_seconds_of_other_work_are_not_taken(records: Callable[[], list[Record]]
     assert unmatched(derived, elsewhere) == why
     assert only(derived).step is None
     assert f"Seconds from other: {why}." in net_speedup(derived).footnotes
+
+
+def test_a_suite_without_training_can_use_no_seconds() -> None:
+    """The reason names the suite itself, and not the source of the seconds."""
+    elsewhere = source(timed(), "other")
+    derived = Derived(frames_of(failed("zero3", "zeropp")), (elsewhere,))
+    assert unmatched(derived, elsewhere) == "cannot be used: no trial of this suite trained"
 
 
 MODEL: dict[str, Any] = {
