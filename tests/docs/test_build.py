@@ -179,3 +179,18 @@ def test_one_process_writes_what_several_do() -> None:
 
 
 _ONE = "build.machine.cores = lambda: 1"
+
+
+@pytest.mark.parametrize(
+    ("drawn", "differs"),
+    [
+        (b'<clipPath id="pfedcba9876"/><g clip-path="url(#pfedcba9876)" x="1"/>', False),
+        (b'<clipPath id="pfedcba9876"/><g clip-path="url(#pfedcba9876)" x="2"/>', True),
+    ],
+)
+def test_a_figure_of_another_processor_is_the_same(drawn: bytes, *, differs: bool, tmp_path: Path) -> None:
+    """Ids of clip paths depend on the processor that draws a figure, and are not compared; all else is."""
+    figure = Path("docs/figures/one.svg")
+    (tmp_path / figure).parent.mkdir(parents=True)
+    (tmp_path / figure).write_bytes(b'<clipPath id="p0123456789"/><g clip-path="url(#p0123456789)" x="1"/>')
+    assert bool(differences(tmp_path, Build({figure: drawn}, []))) == differs
