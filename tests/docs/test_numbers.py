@@ -111,7 +111,10 @@ def test_intervals_of_suites_of_several_occasions_hold_each_occasions_mean(suite
         assert speedups.outside(rows) == len(outside)
         assert bool(outside) == (f"{name} (" in notes.partition("outside of the intervals of")[2])
         expected = speedups.expected(rows)
-        assert expected.low < ratio.low < ratio.high < expected.high
+        assert expected.low < ratio.estimate < expected.high
+        # A prediction for one speed of the machine may be narrower, since it lacks the differences between speeds.
+        if math.isnan(expected.at):
+            assert expected.low < ratio.low < ratio.high < expected.high
 
 
 @given(st.floats(-2, 2), st.floats(0, 1))
