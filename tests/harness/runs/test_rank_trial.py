@@ -450,7 +450,7 @@ def training(row: LedgerRow) -> int:
         ({"corpus": "/nowhere"}, "/nowhere"),
         ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit"),
         ({"policy": {}}, "padding"),
-        ({"cluster": {"device": "cuda", "transport": "nccl"}}, "this machine has 0"),
+        ({"cluster": {"device": "cuda", "transport": "nccl"}}, "the number of GPUs of this machine is 0"),
     ],
 )
 def test_ranks_refuse_a_trial(text: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

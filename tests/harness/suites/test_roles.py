@@ -81,7 +81,7 @@ def test_an_equal_trial_is_the_most_similar_one(read: Read) -> None:
     longer = [trial for trial in others if trial.tokens_per_rank == 128]
     assert _difference(first, longer) == "tokens_per_rank = 64"
     slow = first.model_copy(update={"cluster": first.cluster.model_copy(update={"slow": 0.5})})
-    assert _difference(first, [slow]) == "cluster.slow = 1.0"  # the default, which a trial's id leaves out
+    assert _difference(first, [slow]) == "cluster.slow = 1"  # the default, which a trial's id leaves out
     assert _difference(slow, [first]) == "cluster.slow = 0.5"
 
 
