@@ -250,7 +250,10 @@ def test_peers() -> None:
             "delays only our own engine's messages",
         ),
         ({"model": Model(name="vit-small"), "sequence": 64}, "reads images"),
-        ({"model": Model(name="vit-small"), "corpus": "glyphs"}, "cannot cut an image into 128 square patches"),
+        (
+            {"model": Model(name="vit-small"), "corpus": "glyphs"},
+            "cannot cut an image into 128 square patches",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
