@@ -53,9 +53,8 @@ DOCUMENTS: Final = {
 _LONGEST: Final = 100  # characters of a line in a message
 _OPEN_ROWS: Final = 16  # rows of a verdict table; a longer table is folded
 _NUMBER: Final = re.compile(r"[+-]?\d[\d,.]*(?:e[+-]\d+)?")
-_CLIP: Final = re.compile(
-    rb"(?<=[\"#])p[0-9a-f]{10}(?=[\")])"
-)  # as in id="p71bd74362c" and url(#p71bd74362c)
+# The id of a clip path, as in id="p71bd74362c" and url(#p71bd74362c).
+_CLIP: Final = re.compile(rb"(?<=[\"#])p[0-9a-f]{10}(?=[\")])")
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,9 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _open(uuids: Sequence[str]) -> list[_Gpu]:
-    """Return a sampler for each GPU in ``uuids``; an empty list without NVML, or if any UUID is unknown to it."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
+    """Return a sampler for each GPU in ``uuids``; an empty list if NVML does not work, or any UUID is unknown to it."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
         return [_Gpu(pynvml, uuid, ranks) for uuid, ranks in Counter(uuids).items()]

@@ -37,9 +37,9 @@ def parent() -> str:
         if len(os.fsencode(folder)) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise Refusal(
-        f"TMPDIR = {usual!r}: a folder for Unix-domain sockets must be writable, with a path of at most {_LONGEST} "
-        f"bytes, which no other folder is either ({', '.join(others)}): set TMPDIR to a writable folder with a shorter "
-        "path"
+        f"TMPDIR = {usual!r}: a folder for Unix-domain sockets must be writable, and its path may have at most "
+        f"{_LONGEST} bytes; the other folders that were tried do not fit either ({', '.join(others)}): set TMPDIR to a "
+        "writable folder with a shorter path"
     )
 
 

@@ -581,9 +581,8 @@ def _difference(trial: Trial, others: Sequence[Trial]) -> str:
     """
     mine, found = trial.canonical(), list[list[str]]()
     for other in others:
-        paths = varying_paths(
-            [mine, other.canonical()]
-        )  # also fields that one of the two leaves at its default
+        # These are also the fields that one of the two trials leaves at their default.
+        paths = varying_paths([mine, other.canonical()])
         found.append([path for path in paths if path.split(".")[0] not in CONFIGURATION])
     return ", ".join(f"{path} = {at(mine, path)}" for path in min(found, key=len))
 

@@ -524,11 +524,8 @@ class Zero:
             raise ZeroError(
                 f"state has an entry {other[0]!r} of no unit: load a state that communication_state() has returned"
             )
-        known = {
-            "",
-            *(unit.geometry.name for unit in self.units),
-        }  # "" has the entries of no unit, such as the step
-        if unknown := sorted(unit_states.keys() - known):
+        known = {unit.geometry.name for unit in self.units}
+        if unknown := sorted(unit_states.keys() - known - {""}):
             raise ZeroError(
                 f"state has entries of unit {unknown[0]!r}, which this model does not have: load a state that was "
                 "saved with the same model"

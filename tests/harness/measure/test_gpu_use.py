@@ -116,11 +116,6 @@ def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sampled(monkeypatch, fake_nvml(), 0.05, *gpus) is None
 
 
-def test_without_nvml_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package nvidia-ml-py, GPUs have no samples, and no error is raised."""
-    assert sampled(monkeypatch, None, 0.05, "GPU-0") is None  # None makes the import raise an ImportError
-
-
 @pytest.mark.parametrize(("pids", "others"), [((4001, 4002), 0), ((4001, 4002, 4003), 1), ((), 0)])
 def test_ranks_in_a_container_are_not_others(
     monkeypatch: pytest.MonkeyPatch, pids: tuple[int, ...], others: int
