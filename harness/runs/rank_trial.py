@@ -272,12 +272,15 @@ class TrialRun:
         one_machine = trial.cluster.launcher == "local" and trial.measures_time
         processors = ProcessorMeter()
         with self._sampling() as sampled:
-            moved, since = self._moved(), time.monotonic()
+            moved, earlier = self._moved(), time.monotonic()
             begin, before = self.witness.turn("between"), dict(self.witness.spent)
+            begun = time.monotonic()
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self.step(index)
-            self._note_clock(before, self.witness.turn("between") - begin, time.monotonic() - since)
+            ended = time.monotonic()
+            laps = self.witness.turn("between") - begin
+            self._note_clock(before, laps, (ended - begun, time.monotonic() - earlier))
             self.checked.carried, self.checked.booked = (self._moved() - moved).tolist()
         all_ranks.barrier()
         spent = processors.use() if one_machine else None
@@ -351,7 +354,7 @@ class TrialRun:
         )
         return outcome if trial.measures_time else without_seconds(outcome)
 
-    def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
+    def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: tuple[float, float]) -> None:
         """Copy the times that the witness clock has measured into ``checked``.
 
         The witness clock (:mod:`harness.witness.witness_clock`) is a second clock, with which the recorded times are
@@ -361,7 +364,8 @@ class TrialRun:
             before: The time of each kind until the first timed step began.
             laps: Seconds from the beginning of the first timed step to the end of the last, measured by the witness
                 clock.  Validations in between are included.
-            passed: The same span of time, measured by ``time.monotonic()``, in seconds.
+            passed: The least and the most seconds that the same span of time took by ``time.monotonic()``, which
+                was read just before and just after the two readings of the witness clock.
         """
         checked, witness = self.checked, self.witness
         checked.steps, checked.laps, checked.passed = witness.steps, laps, passed
@@ -675,8 +679,8 @@ def without_seconds(outcome: Outcome) -> Outcome:
     unknown = ("cpu_seconds", "generate", "score", *(f"exposed_{part}" for part in _WAITED))
     nothing |= dict.fromkeys(unknown)
     checked = replace(
-        checked, steps=[], between=Spent(), checks=Spent(), seconds=0.0, costs={}, laps=0.0, passed=0.0, waited=None,
-        sleeps_counted=False,
+        checked, steps=[], between=Spent(), checks=Spent(), seconds=0.0, costs={}, laps=0.0, passed=(0.0, 0.0),
+        waited=None, sleeps_counted=False,
     )  # fmt: skip
     steps = [step.model_copy(update=nothing) for step in record.steps]
     tokens = [token.model_copy(update={"seconds": 0.0, "exposed": None}) for token in record.tokens]

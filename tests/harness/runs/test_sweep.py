@@ -58,7 +58,9 @@ def sweep(
     shown = io.StringIO()
     batches = [Batch(0, tuple(trials))] if isinstance(trials, list) else trials
     console = Console(file=shown, width=60)
-    return run_sweep(suite or suite_with(), batches, results, console, **options), shown.getvalue()
+    outcome = run_sweep(suite or suite_with(), batches, results, console, **options)
+    print(shown.getvalue())  # pytest shows it if the test fails
+    return outcome, shown.getvalue()
 
 
 def diverging(sequence: int) -> Any:

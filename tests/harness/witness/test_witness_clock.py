@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
+
+import pytest
+import torch
 
 from harness.measure.step_clock import StepClock
 from harness.witness import witness_clock
@@ -43,6 +48,43 @@ def test_a_lap_has_what_the_thread_did_in_it() -> None:
     if SCHEDULED.exists():
         assert step.slept < 0.02
         assert 0.0 < check.slept <= check.seconds
+
+
+@pytest.fixture
+def compute_threads() -> Iterator[None]:
+    """Restore torch's number of compute threads after the test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("compute_threads")
+@pytest.mark.skipif(not SCHEDULED.exists(), reason="the kernel does not count how threads are scheduled")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_wait_for_another_compute_thread_is_no_sleep(threads: int) -> None:
+    """With several compute threads, a thread may wait for another that computes, or lacks a CPU; only a wait in which
+    no thread does anything is sleep.
+    """
+    torch.set_num_threads(threads)
+    clock = WitnessClock()
+    computed, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        compute(0.2)
+        computed.set()
+        ended.wait()  # a compute thread stays for further work
+
+    other = threading.Thread(target=work)
+    with clock.lap("step"):
+        other.start()
+        computed.wait()
+    with clock.lap("check"):
+        time.sleep(0.2)
+    ended.set()
+    other.join()
+    assert clock.spent["step"].seconds > 0.2
+    assert (clock.spent["step"].slept > 0.1) == (threads == 1)
+    assert clock.spent["check"].slept > 0.1
 
 
 def test_without_the_kernels_counts_nothing_slept(tmp_path: Path) -> None:
