@@ -269,7 +269,8 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         }
         names = [f"{name} ({counted(count, 'occasion')})" for name, count in apart.items() if count]
         notes.append(
-            f"The means of some occasions lie outside of the intervals of {listed(names)}." * bool(names)
+            "An interval is about the mean of all occasions; the mean of a single occasion lies outside of it in the "
+            f"{'row' if len(names) == 1 else 'rows'} {listed(names)}." * bool(names)
         )
     notes.append(caveats.footnotes(cells).strip())
     ran = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
@@ -281,7 +282,7 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
     if "net" in shown:
         notes.append(
             "The net speed-up compares the times in which a configuration and the baseline reach the baseline's final "
-            f"loss. Its step times are from {sources(derived)}."
+            f"loss. The step times of a net speed-up are from {sources(derived)}."
         )
         if any("not reached" in cell for cell in cells):
             notes.append(

@@ -18,13 +18,16 @@ from report.data.text import NOTHING, counted, listed
 
 RATES: Final = "†"
 TAKEN: Final = "‡"
+SOME_TAKEN: Final = f"{TAKEN})"  # as in 6 (2 ‡)
+ALL_TAKEN: Final = f"{TAKEN} "  # as in 1.04 ‡ ○
 ABOVE: Final = "§"
 FOOTNOTES: Final = {
     RATES: f"{RATES}: the links of one setting's configurations achieved rates that differ by more than "
     f"{RATES_AGREE_WITHIN:.0%}.",
-    TAKEN: f"{TAKEN}: trials during which other programs and the hypervisor together took more than "
-    f"{OTHERS_WITHIN:.0%} of the processors' time. Their number is in parentheses after n; any other number with the "
-    "mark is from such trials alone.",
+    SOME_TAKEN: f"{TAKEN} in parentheses after n: the number of disturbed trials, during which other programs and the "
+    f"hypervisor together took more than {OTHERS_WITHIN:.0%} of the processors' time.",
+    ALL_TAKEN: f"{TAKEN} after a number: all trials behind it were disturbed, that is, other programs and the "
+    f"hypervisor together took more than {OTHERS_WITHIN:.0%} of the processors' time.",
     ABOVE: f"{ABOVE}: above 1, so that the lower bound is longer than the measured step. Possible reasons: the link "
     "was faster during the steps than when it was probed after the trial; the computation is not divided over the "
     "units in proportion to their elements; ranks competed for processors while computation was measured; ranks do "
@@ -69,7 +72,7 @@ def rates(rows: pd.DataFrame) -> str:
 
 def footnotes(cells: Iterable[str]) -> str:
     """Return the footnotes for the marks that occur in these cells; a space precedes each footnote."""
-    text = "".join(cells)
+    text = "".join(f"{cell} " for cell in cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 

@@ -15,6 +15,7 @@ from harness.suites.labels import counted as counted  # noqa: PLC0414  # importe
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
 FEWEST_IN_WORDS: Final = f"with a 95 % interval where {FEWEST} pairs or more were measured"
 _LABEL_CHARACTERS: Final = 48
+_MOST_NAMES: Final = 4  # most configurations that a footnote names
 
 
 def occasions_in_words(count: int) -> str:
@@ -36,10 +37,11 @@ def occasions_in_words(count: int) -> str:
     )
 
 
-def left_out_in_words(intervals: Iterable[Interval]) -> str:
+def left_out_in_words(intervals: Iterable[Interval], noun: str = "pair") -> str:
     """Return sentences that define disturbed trials, and count the trials or pairs that were left out as disturbed.
 
-    The text is empty if none of the ``intervals`` leaves out a trial or pair.
+    ``noun`` says what the ``intervals`` are computed from: ``trial`` or ``pair``.  The text is empty if none of the
+    intervals leaves out a trial or pair.
     """
     counts = [(each.left_out, each.n + each.left_out) for each in intervals if each.left_out]
     if not counts:
@@ -48,18 +50,32 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     return (
         f"A trial is disturbed if other programs and the hypervisor together took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Columns of times leave out disturbed trials, and columns of speed-ups leave out pairs with "
-        f"a disturbed trial. {counted(len(counts), 'row')} lost some of them: {left} of {whole} trials or pairs."
+        f"a disturbed trial. In this table, {left} of the {counted(whole, noun)} of {counted(len(counts), 'row')} "
+        f"{'is' if left == 1 else 'are'} left out."
     )
 
 
-def none_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences that say why estimates have no interval.
+def none_in_words(intervals: Iterable[tuple[str, Interval]]) -> str:
+    """Return sentences that say why estimates have no interval, with the names of their rows.
 
-    For example, ``n = 3: no interval; six are needed.``  Each reason is given once.  ``intervals`` are the estimates,
-    with or without an interval.  The text is empty if all of them have an interval, or if no reason is known.
+    For example, ``n = 3: no interval; six are needed (qwZ, hpZ).``  Each reason is given once.  More than four names
+    are replaced by their number.  The text is empty if all estimates have an interval, or if no reason is known.
+
+    Args:
+        intervals: Pairs of a row's name and an estimate of this row, with or without an interval.  Rows may share a
+            name, and an empty name is not printed.
     """
-    few = [interval for interval in intervals if not interval.known and interval.why_none]
-    return " ".join(f"{why}." for why in sorted({interval.why_none for interval in few}))
+    names: dict[str, dict[str, None]] = {}
+    for name, interval in intervals:
+        if not interval.known and interval.why_none:
+            names.setdefault(interval.why_none, {})[name] = None
+    return " ".join(f"{why}{_in_parentheses([*filter(None, names[why])])}." for why in sorted(names))
+
+
+def _in_parentheses(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f" ({', '.join(names) if len(names) <= _MOST_NAMES else counted(len(names), 'configuration')})"
 
 
 def with_arguments(name: str, arguments: Mapping[str, object]) -> str:

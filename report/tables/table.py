@@ -320,15 +320,21 @@ def interval_notes(
     ``behind`` are intervals that the table does not show, but from which a shown column was computed.  The third
     footnote treats them as one more column.
     """
-    of_columns = {
-        column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
-    }
-    shown = [value for column in columns if column.ends for value in of_columns[column.key]]
-    occasions = max((value.occasions for value in shown if value.known), default=0)
-    most_left_out = max(
-        [*of_columns.values(), [*behind]], key=lambda values: sum(each.left_out for each in values)
-    )
-    return [occasions_in_words(occasions), none_in_words(shown), left_out_in_words(most_left_out)]
+    configurations = data.get("configuration", pd.Series("", data.index))
+    named: list[tuple[str, Interval]] = []  # of printed intervals: the row's name, and the value
+    left_out = [("pair", [*behind])]  # for each column: what its values are computed from, and its values
+    for column in columns:
+        values = [
+            (str(name), value)
+            for name, value in zip(configurations, data[column.key], strict=True)
+            if isinstance(value, Interval)
+        ]
+        named += values if column.ends else []
+        noun = "pair" if "speed-up" in column.title.lower() else "trial"
+        left_out.append((noun, [value for _, value in values]))
+    occasions = max((value.occasions for _, value in named if value.known), default=0)
+    noun, most = max(left_out, key=lambda each: sum(value.left_out for value in each[1]))
+    return [occasions_in_words(occasions), none_in_words(named), left_out_in_words(most, noun)]
 
 
 CONFIGURATION: Final = Column("configuration", "Configuration")

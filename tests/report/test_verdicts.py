@@ -415,14 +415,14 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert re.fullmatch(r"(1\.9|2\.0)\d .*▲", row["Speed-up"])
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
-    left_out = "with a disturbed trial. 1 row lost some of them: 2 of 6 trials or pairs."
+    left_out = "with a disturbed trial. In this table, 2 of the 6 pairs of 1 row are left out."
     assert left_out in head.table.footnotes
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
     assert len(derive(frames_of(slow)).trials) == 12
     all_taken = head_of([taken_by_others(record, 0.3) for record in quiet])
     assert re.fullmatch(r"2\.0\d ± 0\.0\d ‡ ▲", rows_of(all_taken)["ZeRO++"]["Speed-up"])
     assert re.search(r"n = 6, all disturbed\)\.", all_taken.sentence)
-    assert "any other number with the mark is from such trials alone" in all_taken.table.footnotes
+    assert "‡ after a number: all trials behind it were disturbed" in all_taken.table.footnotes
 
 
 def test_one_error_has_no_verdict_and_no_mark() -> None:

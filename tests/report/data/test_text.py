@@ -8,6 +8,7 @@ from harness.records.confidence_intervals import Interval
 from report.data.text import (
     left_out_in_words,
     lowest_to_highest,
+    none_in_words,
     number,
     occasions_in_words,
     parts_of,
@@ -29,8 +30,20 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
         Interval(1.0, math.nan, math.nan, n, left_out=left) for n, left in ((6, 0), (4, 2), (5, 1))
     )
     assert left_out_in_words([kept]) == ""
-    words = "a disturbed trial. 2 rows lost some of them: 3 of 12 trials or pairs."
+    words = "a disturbed trial. In this table, 3 of the 12 pairs of 2 rows are left out."
     assert words in left_out_in_words([kept, some, more])
+    assert "1 of the 6 trials of 1 row is left out." in left_out_in_words([kept, more], "trial")
+
+
+def test_rows_without_an_interval_are_named() -> None:
+    """Each reason names its rows once; more than four are counted; rows with an interval are not named."""
+    few, known = Interval(1.0, math.nan, math.nan, 2), Interval(1.0, 0.9, 1.1, 6)
+    assert none_in_words([("qwZ", known), ("", known)]) == ""
+    assert none_in_words([("qwZ", few), ("hpZ", known), ("qgZ", few), ("qwZ", few)]) == (
+        "n = 2: no interval; six are needed (qwZ, qgZ)."
+    )
+    assert none_in_words([(str(row), few) for row in range(5)]).endswith("needed (5 configurations).")
+    assert none_in_words([("", few)]).endswith("six are needed.")
 
 
 def test_margins_of_several_settings_are_given_as_a_range() -> None:

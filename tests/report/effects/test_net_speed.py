@@ -130,7 +130,7 @@ def test_a_better_configuration_is_marked_as_better_in_every_form() -> None:
     table = verdicts(derived).table
     assert (
         "The net speed-up compares the times in which a configuration and the baseline reach the baseline's final "
-        "loss. Its step times are from this suite's own records." in table.footnotes
+        "loss. The step times of a net speed-up are from this suite's own records." in table.footnotes
     )
     assert "not reached" not in table.footnotes
     assert cell in table.markdown_rows()
@@ -264,7 +264,7 @@ def test_pairs_of_another_suite_that_were_left_out_are_counted_with_all_its_pair
     derived = Derived(frames_of(trained(BETTER, FREE)), (source(records),))
     assert only(derived).net.n == 6
     footnotes = verdicts(derived).table.footnotes
-    assert "1 row lost some of them: 1 of 12 trials or pairs." in footnotes
+    assert "In this table, 1 of the 12 pairs of 1 row is left out." in footnotes
 
 
 def test_a_net_speed_up_to_the_higher_loss_from_disturbed_seconds_alone_is_marked() -> None:

@@ -301,7 +301,7 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
     assert (marked["n"], plain["n"]) == (f"{trials} (1 ‡)", str(trials))
     assert marked[column].endswith(" †")
     assert not [row for row in (plain, *published) if "†" in row[column]]
-    for footnote in (caveats.FOOTNOTES[caveats.RATES], caveats.FOOTNOTES[caveats.TAKEN]):
+    for footnote in (caveats.FOOTNOTES[caveats.RATES], caveats.FOOTNOTES[caveats.SOME_TAKEN]):
         assert footnote in table.description
         assert footnote in all_tables.summary(derived).description
     assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).description)
