@@ -169,6 +169,7 @@ class _Streams:
 
         Rules 1 and 3 skip collectives, kernels of the collective's stream, and kernels that began before the collective
         ended.  The field ``rules`` of the :class:`RankStep` counts how many collectives each rule applied to.
+        Collectives for which no kernel waits are counted under ``none``.
         """
         waited = {other for others in self._waits.values() for other in others}
         by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])
@@ -185,7 +186,9 @@ class _Streams:
                 self._result.rules["gap"] += 1
                 continue
             users = by_launch[bisect.bisect_left(moments, when) :] if math.isfinite(when) else []
-            if (user := next((other for other in users if self._may_use(other, place)), None)) is not None:
+            if (user := next((other for other in users if self._may_use(other, place)), None)) is None:
+                rule = "none"
+            else:
                 self._waits.setdefault(user, set()).add(place)
             self._result.rules[rule] += 1
 

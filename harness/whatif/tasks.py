@@ -35,7 +35,7 @@ from harness.errors import Refusal
 from harness.whatif.collectives import Collective, Marks, Phase, copies_out
 from harness.whatif.kineto import Step, Trace
 
-Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer"]
+Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer", "none"]
 _GAP: Final = 150e-6  # seconds without a recorded operation after which a thread counts as waiting
 # A waiting thread may continue up to this many seconds before the recorded end of the collective.
 _EARLY: Final = 5e-3

@@ -170,6 +170,17 @@ def test_idle_streams_without_reason_are_refused(tmp_path: Path) -> None:
         joined(tmp_path, writer)
 
 
+def test_a_collective_for_which_no_kernel_waits_has_no_rule(tmp_path: Path) -> None:
+    """On a GPU, no kernel may follow the last collective of a step; the optimizer then did not wait for it."""
+    writer, begin = Writer(0), 100.0
+    for number in range(3):  # the first step is left out
+        writer.step(number, begin, begin + 100)
+        writer.kernel("gemm", begin, begin + 1, begin + 95, 7)
+        writer.nccl("allreduce", 1000, begin + 1, begin + 50, begin + 98)
+        begin += 100
+    assert joined(tmp_path, writer).rules == {"none": 2}
+
+
 def test_waits_inside_the_copy_are_found(tmp_path: Path) -> None:
     """FSDP2 with asynchronous gathers waits inside the annotation of its copy, which begins before the gather ends."""
     writers = [Writer(0), Writer(1)]
