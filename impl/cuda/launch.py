@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ def _written(path: Path, image: bytes) -> Path:
 
     Returns ``path``.
     """
-    aside = path.with_suffix(f".{os.getpid()}")
+    aside = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # ranks may be threads of one process
     try:
         aside.write_bytes(image)
         return aside.replace(path)

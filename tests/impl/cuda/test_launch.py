@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +24,23 @@ LAUNCHED = [
     "RawModule().get_function()",  # the kernel itself
     *("Stream.from_external().__exit__", "Device().__exit__"),
 ]
+
+
+def test_threads_that_compile_the_same_kernel_do_not_disturb_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks may be threads of one process: each writes the whole image, however the threads take turns."""
+    wrote, write = threading.Barrier(2), Path.write_bytes
+
+    def write_then_wait(path: Path, image: bytes) -> None:
+        write(path, image)
+        wrote.wait(10)  # both have written before either renames its file
+
+    monkeypatch.setattr(Path, "write_bytes", write_then_wait)
+    with ThreadPoolExecutor(2) as threads:
+        paths = list(threads.map(lambda _: launch._written(tmp_path / "kernel.cubin", b"image"), range(2)))
+    assert [path.read_bytes() for path in paths] == [b"image", b"image"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel.cubin"]
 
 
 @pytest.mark.needs("CUDA compiler")
