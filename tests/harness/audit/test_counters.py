@@ -66,6 +66,19 @@ def test_a_step_that_not_all_ranks_of_a_node_read_is_not_compared() -> None:
     assert (found["counted"], found["uncertain"]) == (2 * STEP, 0)
 
 
+def test_a_node_without_files_has_no_counters() -> None:
+    """An audit on several hosts without a shared folder has the files of its own host only."""
+    ranks = []
+    for rank in (0, 1):  # of 4
+        made = events(rank, 4, [row("send", STEP // 8, peer=rank + 2)], ended="")
+        read = [{"event": "counters", "step": step, "sent": {"eth0": step * STEP}} for step in (1, 3)]
+        ranks.append([*made, *read, {"event": "end", "how": "exit", "steps": 3}])
+    calls = calls_of(ranks, 2)
+    assert calls.topology.count == 2
+    (found,) = tables.counter_rows(tables.report_on(calls, [2, 3], None, by="optimizer steps"))
+    assert (found["node"], found["counted"], found["expected"]) == ("0", 2 * STEP, 2 * STEP)
+
+
 @pytest.mark.parametrize("ended", ["exit", "step 3"])
 def test_calls_after_a_reading_are_in_the_next_one(ended: str) -> None:
     """Half of a step is sent after its counters are read: the last reading after the end has it, others do not."""
