@@ -1,4 +1,4 @@
-"""Exceptions for input that cannot be used, and the one line in which a command prints them.
+"""Exceptions for input that cannot be used, and functions that make the texts of error messages.
 
 Each of these exceptions ends a command with exit status 2.  No torch.
 """
@@ -57,10 +57,10 @@ def check_installed() -> None:
 
 
 def not_imported(error: ImportError) -> str | None:
-    """Return a message for ``error``: which package could not be imported, and the command that installs it.
+    """Return a message that names the package that could not be imported, and the command that installs it.
 
     Returns None if the package is one of this project's own.  The error is then a bug of this project, and installing a
-    package would not help.
+    package does not help.
     """
     if (name := (error.name or "").partition(".")[0]) in _OURS:
         return None
@@ -78,9 +78,9 @@ def _install(what: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control characters, except tabs and line feeds, escaped as in Python.
+    """Return ``text`` with its control characters escaped as in Python; tabs and line feeds stay.
 
-    A terminal would act on control characters: move the cursor, hide text, or show text in another order.
+    A terminal acts on control characters: it moves the cursor, hides text, or shows text in another order.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 

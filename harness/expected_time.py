@@ -1,8 +1,8 @@
 """Estimates how long a suite takes on this machine, from a short measurement of how fast a core computes.
 
 The time of a step is the time of computing its micro-batches plus the time that its bytes take at the link's rate.
-Computing takes longer if there are more ranks than cores.  A trial takes the time of its steps, its validations
-and the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
+Computing takes longer if there are more ranks than cores.  A trial takes the time of its steps, of its validations and
+of the forward and backward passes that check it, plus :data:`OVERHEAD` seconds to start and end.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Estimate(NamedTuple):
 def estimate(forecasts: Sequence[Forecast]) -> Estimate:
     """Estimate how many seconds the trials of ``forecasts`` take together, if they run one after the other.
 
-    Trials that cannot run here are left out.  If no time can be estimated, as for trials on GPUs or on several
-    machines, ``seconds`` of the result is None and its ``sentence`` gives the reason.
+    Each forecast describes one trial.  Trials that cannot run on this machine are left out.  If no time can be
+    estimated, as for trials on GPUs or on several machines, the result's ``seconds`` is None, and its ``sentence``
+    gives the reason.
     """
     possible = [forecast for forecast in forecasts if not forecast.reasons]
     if not possible:
@@ -104,9 +105,9 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 def core_flops() -> float:
     """Return the floating-point operations per second of one core, in a forward and backward pass of a small GPT.
 
-    The number is measured once, and kept in a file of the user's cache; on another machine or with another version of
-    torch it is measured again.  torch is imported only to measure, since importing it takes longer than planning a
-    suite.
+    The first call measures the number, and keeps it in a file in the user's cache folder.  The number is measured again
+    on another machine, and with another version of torch.  torch is imported only to measure, since importing torch
+    takes longer than planning a suite.
     """
     key = f"{machine.identity()}, torch {version('torch')}"
     try:

@@ -1,8 +1,8 @@
 """``zeropp new``: writes a first suite that compares ZeRO++ with ZeRO-3 and takes minutes on this machine.
 
-The file is made from ``new_suite.template``.  It gets a cluster of two nodes that this machine can emulate, and the
-largest trials with which the estimated time stays below :data:`WITHIN`.  The file also has commented lines for other
-settings that can be compared.
+The file is made from ``new_suite.template``.  The suite gets a cluster of two nodes that this machine can emulate, and
+the largest trials with which the estimated time stays below :data:`WITHIN`.  The file also has commented lines for
+other settings that can be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write(name: str, host: Host) -> tuple[Path, str]:
         host: The machine that the suite is for.
 
     Returns:
-        The path of the file, and a sentence on the time that the suite takes.
+        The path of the file, and a sentence on the time that the suite takes, or on why this time is not known.
 
     Raises:
         Refusal: If a suite cannot have this name.

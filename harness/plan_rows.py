@@ -87,9 +87,11 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
 def undecided(row: Mapping[str, Any]) -> bool:
     """Return whether the machine's fits disagree on whether a row's trial is faster than ZeRO-3.
 
-    A machine file may have several fits, which are sets of costs that agree equally well with the machine's
-    measurements.  Each fit predicts its own speed-up of the trial over ZeRO-3.  The fits disagree if the smallest of
-    these speed-ups is below 1 and the largest above 1.
+    A machine file may have several fits.  Each fit is a set of costs, such as seconds per operation, and all fits agree
+    equally well with the machine's measurements.  Each fit predicts its own speed-up of the trial over ZeRO-3.  The
+    fits disagree if the smallest of these speed-ups is below 1 and the largest above 1.
+
+    ``row`` comes from :func:`rows`.
     """
     low, high = row.get("modelled_fits_low_speed_up"), row.get("modelled_fits_high_speed_up")
     return low is not None and high is not None and bool(low < 1 < high)
@@ -98,8 +100,9 @@ def undecided(row: Mapping[str, Any]) -> bool:
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
     """Predict each trial's step on a machine, and the trial's speed-up over ZeRO-3 in the same setting.
 
-    The costs, such as seconds per operation, are read from the fields of ``machine``.  The other sets of costs that the
-    machine may have, in its field ``alternatives``, are not used.
+    The setting is everything but the configuration, such as model, batch and cluster.  The costs, such as seconds per
+    operation, are read from the fields of ``machine``.  The machine may have other sets of costs in its field
+    ``alternatives``; these are not used.
 
     Returns:
         For each trial, the pair (step, speed-up).  The step is None if it cannot be predicted.  The speed-up is None if
@@ -134,7 +137,7 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
 
 
 def not_imported(forecasts: Sequence[Forecast]) -> str:
-    """Return a line on the numbers that are missing from a plan because the user's own modules were not imported.
+    """Return a line that says which numbers of a plan are missing because the user's own modules were not imported.
 
     Returns an empty text if no module is missing.
     """
@@ -159,8 +162,9 @@ def _modelled(
     Args:
         forecast: The forecast of the trial.
         machine: The machine.
-        predictions: One pair (predicted step, speed-up over ZeRO-3) for each set of costs, such as seconds per
-            operation, that explains the machine's measurements; the set that explains them best comes first.
+        predictions: One pair (predicted step, speed-up over ZeRO-3) for each of the machine's sets of costs, such as
+            seconds per operation.  The pair for the machine's own costs comes first, before those for its field
+            ``alternatives``.
     """
     trial, (step, speed_up) = forecast.trial, predictions[0]
     tokens = trial.tokens_per_rank * trial.accumulation

@@ -14,10 +14,10 @@ _PATIENCE: Final = timedelta(seconds=5)  # to connect to the store
 
 
 def speaks(line: str) -> bool:
-    """Return whether this process should print ``line``.
+    """Return whether this process should print ``line``, an error that other processes of the job may have too.
 
     Among the processes that torchrun started, the first call with this line returns True, and all later calls return
-    False.  In a process that torchrun did not start, or that cannot reach torchrun's store, it always returns True.
+    False.  In a process that torchrun did not start, or that cannot reach torchrun's store, every call returns True.
     """
     # The store must be that of torchrun's agent.  Without one, rank 0 would serve it, and may have failed already.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

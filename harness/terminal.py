@@ -1,6 +1,7 @@
-"""Prints plans, records and the doctor's findings as tables in a terminal.
+"""Prints plans, records and the findings of ``zeropp doctor`` as tables in a terminal.
 
-This module only chooses columns and words; the values come from :mod:`harness.plan_rows` and the forecasts.
+This module only chooses columns and words.  The values come from :mod:`harness.plan_rows`, and from the forecasts
+(:class:`harness.runs.feasibility.Forecast`), which predict what trials send and hold.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
     """Return the uncertainty of a predicted quantity as text, such as `` (0.12 to 0.15)``.
 
     A machine file may hold several fits: sets of costs that agree equally well with the machine's measurements.  The
-    text has the smallest and the largest value that they predict.  It is empty if there is only one fit, or if both
-    values are equal.
+    text has the smallest and the largest value that the fits predict.  The text is empty if there is only one fit, or
+    if both values are equal.
 
     Args:
         row: A row of a plan.
@@ -112,7 +113,8 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
     """Print a suite's plan: a table, notes on its columns, and the reasons why trials cannot run here.
 
     The table has a row for each combination of the suite's settings; trials that differ only in repeat or seed share
-    the row.  With a ``machine``, the table also shows the seconds of a step that are predicted for this machine.
+    the row.  ``forecasts`` has a forecast for each trial: what the trial is predicted to send and hold, and why it
+    cannot run.  With a ``machine``, the table also shows the seconds of a step that are predicted for this machine.
     """
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
@@ -202,9 +204,11 @@ def _too_short(forecasts: Sequence[Forecast]) -> str:
 
 
 def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
-    """Return the text of a plan's column "runs here" for one trial: ``yes`` or, for example, ``no: 1, 3``.
+    """Return the text of a plan's column "runs here" for one trial, for example ``yes`` or ``no: 1, 3``.
 
-    The numbers refer to the list ``reasons``, counted from 1: they are the reasons why this trial cannot run.
+    The text is ``yes`` if the trial can run, and ``no`` if it cannot run here.  If a failure is recorded instead of a
+    run, the text names the kind of the failure, for example ``over its limit`` for memory.  The numbers say which texts
+    of ``reasons``, counted from 1, are reasons of this trial.
     """
     kind = "yes" if forecast.failure is None else forecast.failure.kind
     word = "no" if forecast.problems else "over its limit" if kind == "memory" else kind
@@ -243,8 +247,8 @@ def losses_text(losses: Sequence[float]) -> str:
 def _as_predicted(record: Record) -> bool | str | None:
     """Return whether the ranks of a trial sent exactly the bytes that were predicted.
 
-    If some messages could not be predicted, the result is a text that names their kinds instead.  It is None if the
-    record has no prediction, for example because a peer such as DDP trained the model.
+    If some messages could not be predicted, the result is instead a text that names the kinds of these messages.  The
+    result is None if the record has no prediction, for example because a peer such as DDP trained the model.
     """
     if record.predicted is not None and record.predicted.unpredicted:
         return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"
@@ -284,7 +288,10 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
 
 
 def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print what a machine has and lacks, from the rows of :func:`harness.doctor.examine`, as a table."""
+    """Print, as a table, what a machine has and lacks.
+
+    ``features`` are the rows that :func:`harness.doctor.examine` returned.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "use, and what to do without it"):
         table.add_column(name, overflow="fold")
@@ -294,9 +301,10 @@ def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
 
 
 def nodes(facts: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the rows of :func:`harness.doctor.compare` as a table with a column for each node.
+    """Print a table that compares the nodes of a cluster: a row for each fact, and a column for each node.
 
-    Rows in which the nodes differ are marked, and a sentence below the table names these rows.
+    ``facts`` are the rows that :func:`harness.doctor.compare` returned.  Rows in which the nodes differ are marked, and
+    a sentence below the table names these rows.
     """
     count = len(facts[0]["values"])
     table = [

@@ -1,8 +1,9 @@
 """Prints tables that fit the width of the terminal.
 
 A column that has the same value in all rows is moved into a line above the table.  A column whose values are all zero,
-empty or unknown is dropped.  If the table is still too wide, the least important columns are left out, and a line below
-the table names them.  Headings break at dots and spaces only.
+empty or unknown is dropped.  Neither is done to a column that must always be shown (:attr:`Column.always`).  If the
+table is still too wide, the least important columns (those of the highest :attr:`Column.rank`) are left out, and a line
+below the table names them.  Headings break at dots and spaces only.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The name and, after a comma, the unit."""
+        """The column's name and, after a comma, its unit; only the name if there is no unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
@@ -137,7 +138,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
 
 
 def say(line: str, out: Console) -> None:
-    """Print a line, unless it is empty.
+    """Print a line of text; print nothing if the line is empty.
 
     On a console narrower than :data:`PIPE_WIDTH`, the line is broken between words.  Other consoles do not break it.
     """

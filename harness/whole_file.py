@@ -62,9 +62,9 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
 
 @contextlib.contextmanager
 def _naming(targets: Sequence[Path]) -> Iterator[None]:
-    """Context that adds the paths of ``targets`` to an error of a full or broken disk, in which the system names none.
+    """Return a context that adds the paths of ``targets`` to an error of a full or broken disk.
 
-    Other errors stay as they are.
+    For such an error, the system often names no file.  Errors that name a file, and all other errors, stay as they are.
     """
     try:
         yield

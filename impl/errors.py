@@ -17,7 +17,7 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
-    """Re-raise every exception of the ``with`` body as a ``kind`` with a one-line message.
+    """Context that re-raises every exception of its body as an exception of class ``kind`` with a one-line message.
 
     The message is ``prefix``, then the exception as :func:`raised` writes it.  ``SystemExit`` is converted in the same
     way; ``KeyboardInterrupt`` is raised unchanged.
@@ -31,18 +31,18 @@ def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
 
 
 class ZeroError(RuntimeError):
-    """The engine was asked for something that it does not support, or that would make training wrong.
+    """Raised when the engine is asked for something that it does not support, or that would make training wrong.
 
     The message names the cause and what to do instead.
     """
 
 
 class WrittenError(ZeroError):
-    """Parameters were written during a forward or backward pass.
+    """Raised when parameters were written during a forward or backward pass.
 
-    Such a write would be lost.  The optimizer steps the masters, which are other tensors, and the next all-gather
-    overwrites the parameters with the masters' values.  ``names`` has the name of each written parameter once, in the
-    order in which the writes were found.
+    Such a write would be lost: the optimizer steps the masters, which are separate fp32 tensors, and the next
+    all-gather overwrites the parameters with the masters' values.  ``names`` has the name of each written parameter
+    once, in the order in which the writes were found.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

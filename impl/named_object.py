@@ -1,9 +1,9 @@
 """Imports objects that a user names as ``module:object``: models, corpora, tokenizers, optimizers, codecs.
 
-Modules are searched on ``sys.path``, in the working folder, and in the folders that :func:`see` adds.  This
-file imports no torch, so that a suite can be checked without it.
+Modules are searched on ``sys.path``, in the working folder, and in the folders that :func:`see` adds.  This file
+imports no torch, so that a suite (a TOML file that defines training runs) can be checked on a machine without torch.
 
-Importing a user's module runs the user's code.  Commands that only read suites and records do their work inside
+Importing a user's module runs the user's code.  Commands that only read suites and results do their work inside
 :func:`forbidden`, where no module that a suite names is imported.
 """
 
@@ -26,7 +26,7 @@ _allowed = True  # whether users' modules may be imported
 
 
 class NamedObjectError(ValueError):
-    """A named object cannot be imported; the message says why in one line."""
+    """Raised when an object named as ``module:object`` cannot be imported; the message says why in one line."""
 
 
 def is_name(text: str) -> bool:
@@ -42,6 +42,8 @@ def allowed() -> bool:
 @contextlib.contextmanager
 def forbidden() -> Iterator[None]:
     """Forbid, inside the ``with`` body, the import of users' modules: :func:`import_object` raises a NamedObjectError.
+
+    The body thus runs no code of the user.
 
     Objects of this project can still be imported.  :func:`see` does nothing inside the body, so ``sys.path`` stays as
     it is.
@@ -76,7 +78,7 @@ def import_object(text: str, *, ours: bool = False) -> Any:
         NamedObjectError: in each of these cases:
 
             - the call is inside :func:`forbidden`, and ``ours`` is False;
-            - the import of the module raises;
+            - the import of the module raises an error;
             - the module does not have the object;
             - a folder that :func:`see` added has the module, but Python finds another module of the same name first.
     """

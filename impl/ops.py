@@ -1,10 +1,12 @@
 """Encodes and decodes tensors with the kernels for their device.
 
-There are three backends, and all of them give the same bits.  Tensors on a CPU are encoded by C++ kernels,
-which are compiled on first use; tensors on a GPU by CUDA kernels, which NVRTC compiles and CuPy launches.  If the
-compiler or CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their
-place.
-:func:`backend_of` returns the name of the backend in use.  If it is the reference, :func:`warning_of` returns why.
+A codec says how elements become bytes.  There are three backends that run codecs, and all of them give the same bits:
+
+* ``cpu``: C++ kernels for tensors on a CPU, which are compiled on first use.
+* ``cuda``: CUDA kernels for tensors on a GPU, which NVRTC compiles and CuPy launches.
+* ``reference`` (:mod:`impl.codecs.reference`): plain torch, used if the compiler or CuPy is missing.
+
+:func:`backend_of` returns the name of the backend in use.  If this is the reference, :func:`warning_of` returns why.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     If the C++ compiler or CuPy is missing, no error is raised: the reference backend takes the place of the kernels,
     and :func:`warning_of` says why.
 
-    On a GPU, :func:`try_codec` encodes and decodes eight elements with each of ``codecs``, so that the kernels of these
-    operations are compiled.  Kernels for other types of elements, other sizes and other operations are compiled when
-    they are first called.
+    On a GPU, the kernels for encoding and decoding with ``codecs`` are compiled, because :func:`try_codec` encodes and
+    decodes eight elements with each codec.  Kernels for other types of elements, other sizes and other operations are
+    compiled when they are first called.
 
     Raises:
         ValueError: if no backend serves the device, or if a user's codec does not support the device.
@@ -154,9 +156,9 @@ def encode(
         x: the elements to encode.
         frames: the tensor to write to.
         noise: the random bits, if the codec rounds stochastically.
-        carried: the state of error feedback; None for none.  The error that it holds, from earlier encodings, is added
-            to the elements before they are encoded.  The error of this encoding then replaces it or, with a decay, is
-            averaged with it (:class:`~impl.codecs.reference.Carried`).
+        carried: the state of error feedback (:class:`~impl.codecs.reference.Carried`); None for no error feedback.  The
+            state has the error of earlier encodings, which is added to the elements before they are encoded.  The error
+            of this encoding then replaces the old error or, with a decay, is averaged with the old error.
     """
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)
@@ -178,8 +180,8 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
     """Return ``frames`` viewed as elements (..., S) of the codec's type; None if the backend must encode or decode.
 
-    With the view, ``Tensor.copy_()`` can do the work of the backend, since it casts.  Copying ``x`` (..., S) to the
-    view encodes ``x``, and copying the view to ``x`` decodes ``frames``.
+    The codec only casts elements to a type, and ``Tensor.copy_()`` casts too.  So copying ``x`` (..., S) to the view
+    encodes ``x``, and copying the view to ``x`` decodes ``frames``: the backend is not needed.
 
     Returns None in these cases:
 
@@ -204,8 +206,9 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32", divisor: int = 1) -> None:
     """Decode ``frames`` and write their sum over the first dimension, divided by ``divisor``, to ``out`` (..., S) fp32.
 
-    ``frames`` is (sources, ..., F) uint8; ``frames[i]`` are the encoded values of source i, such as a rank.  ``sums``
-    is the type in which partial sums are kept, fp32 or fp16; see :meth:`Operations.decode_sum`.
+    ``frames`` is (sources, ..., F) uint8; ``frames[i]`` are the encoded values from source i, such as a rank.
+    ``divisor`` may be the number of sources, so that ``out`` gets the mean.  ``sums`` is the type in which partial sums
+    are kept, fp32 or fp16; see :meth:`Operations.decode_sum`.
     """
     _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums, divisor=divisor)
 
@@ -223,8 +226,8 @@ def decode_sum_encode(
 ) -> None:
     """Decode ``frames`` with ``first``, sum them over the first dimension, and encode the sum with ``second``.
 
-    A two-hop reduction calls this after its first hop, to make the message of its second hop.  For most pairs of
-    codecs, one kernel does all three steps; see :meth:`Operations.decode_sum_encode`.
+    A reduction in two hops (exchanges between ranks) calls this after its first hop, to make the message of its second
+    hop.  For most pairs of codecs, one kernel does all three steps; see :meth:`Operations.decode_sum_encode`.
 
     Args:
         first: the codec of ``frames``.

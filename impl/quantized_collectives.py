@@ -7,8 +7,9 @@ The functions can be called from FSDP, from a DDP communication hook, or from a 
     mean = zeropp.quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
 
 All ranks of the mesh must make the same calls, with equal shapes and options.  The mesh may also be torch's
-``DeviceMesh``, a process group or a topology.  Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers
-and shared memory, and to read its ledger of bytes.  Without a wire, each call makes a new wire.
+``DeviceMesh``, a process group or a topology.  A :class:`~impl.comm.wire.Wire` sends the messages, and counts their
+bytes in its ledger.  Pass one wire to all calls to reuse its buffers and shared memory, and to read the ledger.
+Without a wire, each call makes a new wire.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def quantized_all_gather(
 
 
 class Gathering:
-    """All-gathers one encoded shard per rank: the constructor posts the first messages, :meth:`finish` decodes.
+    """All-gathers one encoded shard of each rank, in two parts, so that the caller can compute in between.
+
+    The constructor posts the first messages.  :meth:`finish` waits for all messages, and decodes the shards.
 
     Args:
         wire: sends the messages.
@@ -222,6 +225,9 @@ def _flat(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the values of ``x`` in row-major order as a contiguous tensor (numel,), which may share memory with ``x``.
 
     The values are copied only if ``x`` is not contiguous, or if torch negates it lazily (``x.is_neg()``).
+
+    Raises:
+        ValueError: if ``x`` is not fp32, bf16 or fp16, or is not a dense tensor on the device of ``mesh``.
     """
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:

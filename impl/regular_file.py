@@ -1,7 +1,7 @@
 """Reads files that somebody else may have written: regular files only, and only up to a maximum size.
 
-Reading a FIFO, a device or a socket in place of a record could block for ever, or fill the memory.  This file imports
-no torch.
+If the path of such a file leads to a FIFO, a device or a socket, reading it could block for ever, or fill the memory.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
 
 
 def read_text(path: Path, encoding: str = "utf-8", most: int = MOST) -> str:
-    """Return the text of a regular file, with each end of line as a line feed.
+    """Return the text of a regular file of at most ``most`` bytes; each end of line is converted to a line feed.
 
     Raises:
         OSError: For the same reasons as :func:`read_bytes`.

@@ -75,7 +75,8 @@ def shard(
     values here, block by block.
 
     Args:
-        model: the model, with plain parameters.
+        model: the model.  Its parameters must be plain: of the class ``nn.Parameter`` itself, or made under ``Init``,
+            and without gradient hooks.
         mesh: the ranks among which the model is sharded: a mesh, torch's ``DeviceMesh``, a process group or a topology,
             as :meth:`Mesh.of` reads them; by default all ranks.
         policy: what is sharded, and how it is sent.  It must be equal on all ranks, which is checked.
@@ -151,8 +152,8 @@ def engine_of(model: nn.Module) -> Zero:
     """Return the engine of a model that :func:`shard` has sharded.
 
     Raises:
-        ZeroError: if the model is not sharded, or if :func:`shard` was called with another module than ``model``, such
-            as a part of it or a module that contains it.
+        ZeroError: if the model is not sharded.  Also if :func:`shard` was called with another module than ``model``: a
+            part of ``model``, or a module that contains ``model``.
     """
     owner = next(filter(None, map(find, model.parameters())), None)
     kind = type(model).__name__

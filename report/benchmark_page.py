@@ -88,10 +88,11 @@ def _row(timed: Timed, reference: Timed | None, before: dict[str, float], *, who
 
     Four cells may be None:
 
-    * ``times``, if there is no reference, or if the reference has another number of elements;
+    * ``times`` (how many times as fast as the reference), if there is no reference, or if the reference has another
+      number of elements;
     * ``rate``, if the test did not note how many bytes a call reads and writes;
     * ``sent_mb``, if the test did not note how many bytes are sent;
-    * ``change``, if the previous run did not have the benchmark.
+    * ``change`` (median seconds over those of the previous run), if the previous run did not have the benchmark.
 
     Args:
         timed: The benchmark.

@@ -94,8 +94,8 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     """Return the tables ``shown``, some of them with fewer columns.
 
     ``columns`` maps the name of a table to the columns that it keeps, each given by its title or by its name in the
-    CSV.  The table shows them in this order, after the columns for setting and configuration, which it always keeps.
-    A table that ``columns`` does not name keeps all its columns.
+    CSV.  The table shows these columns in this order.  The columns for setting and configuration are always kept, and
+    come first.  A table that ``columns`` does not name keeps all its columns.
     Raises a Refusal if a table or a column is unknown.
     """
     tables = {table.name: table for table in shown}

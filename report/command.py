@@ -130,7 +130,7 @@ def report(
 
 
 def _refuse_beside(why: str, options: Mapping[str, object]) -> None:
-    """Raise a Refusal if any of the ``options``, which would have no effect, was given.
+    """Raise a Refusal if the user gave one of the ``options``, all of which have no effect here.
 
     ``options`` maps names to values; a value that is false was not given.  ``why`` begins the error message, and says
     why the options have no effect.
@@ -164,7 +164,7 @@ def bundle(
 def _packed_into(folder: Path, into: Path) -> Path:
     """Return ``into``, the folder for an archive, after checking that it is not the results folder ``folder``.
 
-    An archive in the results folder would hide the records there: a report would show the archive instead.
+    If the archive were in the results folder, a report would show the archive instead of the records there.
 
     Raises a Refusal if both are the same folder.
     """
@@ -295,7 +295,7 @@ def build_report(
 
 
 def report_after_run(folder: Path) -> None:
-    """Build a suite's page, print the page's path, and print the sentences at its top on standard error.
+    """Build a suite's page, print the page's path, and print the page's first sentences on standard error.
 
     The page is not built again if this version of the code has already built it from the same records
     (:mod:`report.stamp`).
@@ -315,8 +315,8 @@ def report_after_run(folder: Path) -> None:
 def named_seconds(folder: Path) -> str:
     """Return the value of the key ``seconds`` in the suite of a results folder; empty if the suite has no such key.
 
-    The value is that of the suite file as it was when the folder's latest trial ran.  A report uses this value, since
-    the file may have changed.
+    The key names another suite, whose records give the seconds of a step for net speed-ups.  The value is that of the
+    suite file as it was when the folder's latest trial ran.  A report uses this value, since the file may have changed.
     """
     runs = [record.run for record in read_valid(folder)[0] if record.run is not None]
     return seconds_key.named(folder, runs[-1]) if runs else ""
@@ -341,10 +341,12 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
 def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results: Path) -> StepsFrom | None:
     """Return the sources of the seconds of a step that ``--seconds``, ``--machine`` and ``--rate`` name.
 
+    A report computes net speed-ups from these seconds.
+
     Args:
         seconds: Values of ``--seconds``: suites, results folders or archives, whose records have the seconds.
-        machine: Value of ``--machine``: the file of a machine, by which seconds are predicted; None without it.
-        rate: Value of ``--rate``: the rate of the machine's link, such as ``50 Mbit/s``; empty without it.
+        machine: Value of ``--machine``: the file of a machine, by which seconds are predicted; None without the option.
+        rate: Value of ``--rate``: the rate of the machine's link, such as ``50 Mbit/s``; empty without the option.
         results: Folder of all suites' results, in which names of suites are looked up.
 
     Returns:

@@ -1,4 +1,4 @@
-"""ZeRO-3 and ZeRO++ for any torch module, the codecs and collectives that they use, and records of measurements.
+"""Shards any torch module with ZeRO-3 or ZeRO++, offers the codecs and collectives, and loads records of measurements.
 
 This is the module that users import::
 

@@ -38,7 +38,7 @@ class Group:
 
 
 class Key(NamedTuple):
-    """The fields that all calls counted in one row of the report have in common."""
+    """What the calls that are counted in one row of the report have in common."""
 
     phase: str
     operation: str  # what the program called
@@ -55,8 +55,8 @@ class Key(NamedTuple):
 class Count(NamedTuple):
     """The sums over the calls in one row of the report: number of calls, elements and bytes.
 
-    A collective counts with its whole message, although a rank sends only a part of it.  For an all-gather this is the
-    gathered tensor.  For a reduce-scatter it is the tensor that a rank passes in.
+    A collective counts with its whole message, although a rank sends only a part of this message.  The whole message of
+    an all-gather is the gathered tensor.  The whole message of a reduce-scatter is the tensor that a rank passes in.
     """
 
     calls: int
@@ -74,7 +74,7 @@ Rows = Mapping[Key, Count]
 
 @dataclass
 class Rank:
-    """The calls that one process of the audited program made, and facts about the process."""
+    """What is known of one rank, a process of the audited program: its calls, and facts about the process."""
 
     number: int = -1  # global rank
     world: int = 0  # number of ranks of the program
@@ -98,8 +98,8 @@ class Rank:
     def take(self, event: Mapping[str, Any]) -> None:
         """Add the content of one event to this object.
 
-        An event is one line of the file that the process's witness, its recorder of calls, has written
-        (:mod:`harness.audit.witness`).
+        An event is one line of the file that the witness wrote.  The witness is the recorder of calls in the rank's
+        process (:mod:`harness.audit.witness`).
         """
         match event["event"]:
             case "process":
@@ -184,7 +184,7 @@ class Calls:
 
     @property
     def whole(self) -> int:
-        """Number of steps whose calls were read on every rank."""
+        """Number of steps, from the first on, whose calls were read on every rank."""
         return min((rank.whole for rank in self.ranks), default=0)
 
     def group(self, rank: Rank, name: str) -> Group:
@@ -243,7 +243,7 @@ def combine(
     Args:
         ranks: The calls of each process.  If a rank was restarted, only its last process counts.
         notes: Sentences on what the audit could not see.  Further sentences, on the ranks, are appended to this list.
-        processes: Number of Python processes in which the witness was loaded.
+        processes: Number of Python processes in which the witness, the recorder of calls, was loaded.
         ranks_per_node: Number of consecutive ranks on each node.  By default, the nodes follow from the launcher's
             environment variables or, without these, from the hosts of the processes.
     """
@@ -307,11 +307,15 @@ class Line:
 
 
 def lines(calls: Calls, step: int) -> list[Line]:
-    """Return the report's rows for a step: the calls of all ranks, where equal calls of several ranks share a row.
+    """Return the report's rows for a step, one for all equal calls of all ranks.
 
-    Calls of two ranks are equal if all of this holds: they have the same :class:`Key`, except for the group's name and
-    the peer; they have the same :class:`Count`; and their groups have the same size, and lie in the same way on the
-    nodes (:meth:`Topology.place`).  Rows are sorted by phase and, within a phase, by bytes, most bytes first.
+    Calls of two ranks are equal if all of this holds:
+
+    - They have the same :class:`Key`, except for the group's name and the peer of a send or recv.
+    - They have the same :class:`Count`.
+    - Their groups have the same size, and lie in the same way on the nodes (:meth:`Topology.place`).
+
+    Rows are sorted by phase and, within a phase, by bytes, most bytes first.
     """
     found: dict[tuple[Any, ...], list[tuple[int, Key, Group]]] = defaultdict(list)
     for rank in calls.ranks:

@@ -45,6 +45,9 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     """Return the first and the last step that ``--steps`` names, counted from 1.
 
     ``5`` gives (5, 5), ``2:10`` gives (2, 10), and ``2:``, which has no last step, gives (2, None).
+
+    Raises:
+        Refusal: If the text has another form, or if the last step comes before the first.
     """
     found = _STEPS.fullmatch(text.strip())
     if found is None:

@@ -171,9 +171,11 @@ def broken(
     """Return a line for each expectation that does not hold or cannot be checked.
 
     The line for a broken expectation names the first step in which it is broken, the rank or node, and what was
-    measured there.  An expectation with the unit M cannot be checked if the number of parameters is not known.  If the
-    audit has missed calls on a rank, lines at the beginning of the list say so: an expectation may then be broken
-    although no line says it.
+    measured there.  An expectation with the unit M (bytes of all parameters in 16 bits) cannot be checked if the number
+    of parameters is not known.
+
+    An expectation may be broken by calls that the audit has missed.  If the audit has missed calls on a rank, the list
+    therefore begins with lines that say so.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"
@@ -201,7 +203,7 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield (name, step, value): the measured bytes or calls that an expectation limits, for each step.
+    """Yield (name, step, value), where ``value`` is the measured bytes or calls that the expectation limits.
 
     For an expectation ``between nodes`` there is a value for each node, and ``name`` is such as ``node 1``.  For any
     other expectation there is a value for each rank, and ``name`` is such as ``rank 3``.

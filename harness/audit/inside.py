@@ -38,7 +38,7 @@ class Found:
         self._calls: Calls | None = None
 
     def take(self, events: list[dict[str, Any]]) -> None:
-        """Fill this object from all events that the witness has recorded in the block."""
+        """Fill this object from all ``events`` that the witness (the recorder of calls) has recorded in the block."""
         rank = Rank()
         for event in events:
             rank.take(event)

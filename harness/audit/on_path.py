@@ -15,7 +15,10 @@ _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # im
 
 
 def _start() -> None:
-    """Remove this file's folder from ``sys.path``, and start the witness under a module name that no program uses."""
+    """Remove this file's folder from ``sys.path``, and start the witness, which records the process's collectives.
+
+    The witness's module gets a name that no program uses.
+    """
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]  # noqa: PTH100
     path = os.path.join(_HERE, "witness.py")  # noqa: PTH118
     spec = importlib.util.spec_from_file_location("_zeropp_audit_witness", path)

@@ -48,7 +48,7 @@ _NARROW: Final = ("int8", "uint8")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One row of the comparison with a scheme: the measured and the expected bytes of one kind of messages.
+    """One row of the comparison with a scheme of data parallelism: measured and expected bytes of one kind of messages.
 
     Messages are of one kind if they have the same operation, phase, element type and group size.  For this project's
     engine, they are of one kind if they have the same operation, phase and group.  Both numbers of bytes are sums over
@@ -104,10 +104,10 @@ class Model:
 
 
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
-    """Return the number of parameters of the audited model; None if it is not known.
+    """Return the size of the audited model; None if the number of its parameters is not known.
 
     If FSDP2 trains the model, the result also describes FSDP2's units (the modules given to ``fully_shard()``).  If
-    this project's engine trains it, the result describes the engine's messages.
+    this project's engine trains the model, the result describes the engine's messages.
 
     Args:
         calls: The calls of all ranks, with what was recorded about the model in the program's processes.
@@ -234,8 +234,8 @@ def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place,
     """Return the name of FSDP2's scheme and its expected bytes, computed from the sizes and groups of FSDP2's units.
 
     A unit is a module that was given to ``fully_shard()``.  ``large`` has the measured sums of a rank's messages, by
-    (operation, phase, type, group size).  The returned bytes have the same keys.  Returns None if FSDP2 would send
-    messages under a key that ``large`` lacks.
+    (operation, phase, type, group size).  The returned bytes have the same keys.  Returns None if FSDP2 should have
+    sent messages under a key that ``large`` lacks.
     """
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)
@@ -319,10 +319,12 @@ _PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward
 def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
     """Return the number of micro-batches in the audited step of this project's engine.
 
-    ``sums`` has the bytes that the rank sent in all forward passes of the step.  ``hops`` has the bytes of one forward
-    pass: of the first (turn ``forward``), and of each further one (turn ``again``).  For example, with 100 bytes in the
-    first pass, 60 in each further one and 220 in all, there were 3 micro-batches.  If only the first micro-batch
-    gathers weights in forward, the number cannot be computed, and 1 is returned.
+    Each micro-batch has one forward pass.  ``sums`` has the bytes that the rank sent in all forward passes of the step
+    together.  ``hops`` has the bytes of a single forward pass: of the step's first (turn ``forward``), and of each
+    later forward pass (turn ``again``).  For example, with 100 bytes in the first pass, 60 in each later pass and 220
+    in all, there were 3 micro-batches.
+
+    If only the first forward pass gathers weights, the number cannot be computed, and 1 is returned.
     """
     first, again = (
         sum((len(hop["ranks"]) - 1) * hop["bytes"] for hop in hops if hop["turn"] == turn)

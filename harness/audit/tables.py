@@ -100,10 +100,11 @@ def report_on(
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the table of calls in one step; a row is a dictionary.
+    """Return the rows of the table of the calls in one step, each as a dictionary.
 
     A row stands for equal calls of one or several ranks (:class:`Line`).  It has the keys of :data:`COLUMNS` and a few
-    more.  By default, the step is :attr:`Report.shown`, the first step of the largest class of steps with equal calls.
+    more.  If ``step`` is None, the step is :attr:`Report.shown`, the first step of the largest class of steps with
+    equal calls.
     """
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
@@ -144,10 +145,10 @@ def short(site: str) -> str:
 
 
 def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
-    """Return the rows of the table that compares measured bytes with a scheme, by the keys of :data:`SCHEME_COLUMNS`.
+    """Return the rows of the table that compares measured bytes with a scheme; their keys are :data:`SCHEME_COLUMNS`.
 
-    There is a row for each kind of messages that the scheme has, then a row for each other kind of messages, such as
-    norms and losses, and last the sum of the scheme's messages.
+    First there is a row for each kind of messages that the scheme has.  Then there is a row for each other kind of
+    messages, such as norms and losses.  The last row has the sum over the scheme's messages.
     """
     rows = [
         {
@@ -173,11 +174,11 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
     calls of the same steps send to other nodes.  A few of the first and last reported steps may be left out of both
     numbers (:func:`_between_reads`).
 
-    The counters are not read at one moment.  Each rank of a node reads them when the rank's own step ends.  The
-    earliest reading lacks what other ranks have yet to send in this step.  The latest reading includes what other ranks
-    have already sent in the next step.  The node's true count at the end of the step lies between these two readings,
-    so the bytes between the ends of two steps are known only as a range.  ``counted`` is the middle of the range, and
-    ``uncertain`` is half of the range's width.
+    The ranks of a node do not read the counters at the same moment: each rank reads them when its own step ends.  The
+    earliest reading after a step lacks what other ranks have yet to send in this step.  The latest reading includes
+    what other ranks have already sent in the next step.  The node's true count at the end of the step lies between
+    these two readings.  The bytes that were sent between the ends of two steps are therefore known only as a range.
+    ``counted`` is the middle of the range, and ``uncertain`` is half of the range's width.
 
     A rank that records until its process ends reads the counters one more time, at this end.  If all ranks of the node
     do so, the latest of these readings is exact.
@@ -217,9 +218,9 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
     """Return whether ``step`` was the last step of all ranks, and all ranks recorded until they ended by themselves.
 
-    If this is true, each rank has read its node's counters once more when the rank ended.  Two kinds of ranks make no
-    such reading: ranks that were killed, and ranks that stopped recording after the last step that the audit was asked
-    for.
+    If the result is True, each rank has read the counters of its node's interfaces once more when the rank ended.  Two
+    kinds of ranks make no such reading: ranks that were killed, and ranks that stopped recording after the last step
+    that the audit was asked for.
     """
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
@@ -239,7 +240,7 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 
 
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
-    """Choose two steps (first, last), such that the bytes that a node sent between their ends are known most exactly.
+    """Choose the steps (first, last) between whose ends the bytes that a node sent are known most exactly.
 
     The ranks of a node read its interface counters at different moments after a step.  The uncertainty of the step is
     the largest of these readings minus the smallest, summed over all interfaces except ``lo``; it is 0 if the program
@@ -301,7 +302,11 @@ def sentences(report: Report) -> list[str]:
 
 
 def scheme_sentence(scheme: Scheme) -> str:
-    """Return a sentence that names the scheme, and says by how much the measured bytes differ from its closed form."""
+    """Return a sentence that names the scheme, and says how well the scheme fits the measured bytes.
+
+    The sentence has the relative difference of the measured bytes from those of the scheme's closed form, a formula for
+    what the scheme sends.
+    """
     if scheme.name == NONE:
         return "No known scheme of data parallelism sends these messages:"
     difference = scheme.measured / scheme.expected - 1 if scheme.expected else 0.0

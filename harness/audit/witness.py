@@ -181,7 +181,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     If the method fails, the wrapper writes the event ``fault`` and returns None.  The wrapper does nothing and returns
     None in two cases: if it is called from within another wrapped method, in the same thread, or if the witness has
-    stopped.
+    stopped recording.
     """
 
     @functools.wraps(function)
@@ -248,7 +248,7 @@ class Witness:
         self._fresh()
 
     def _fresh(self) -> None:
-        """Set all attributes to their values in a process that has recorded nothing yet."""
+        """Set the attributes to what they are in a process that has recorded nothing yet."""
         self.lock, self.inside = threading.Lock(), threading.local()
         self.pid, self.file, self.progress = os.getpid(), -1, -1
         self.began = time.time_ns()
@@ -307,7 +307,7 @@ class Witness:
     def forked(self) -> None:
         """In a forked process, begin to record anew, into a file of its own.
 
-        Calls that the parent process has not written yet are dropped here, since the parent writes them.
+        Calls that the parent process has not written yet are dropped here, since the parent process will write them.
         """
         seen, world = self.seen, _world()
         self._fresh()
@@ -412,8 +412,8 @@ class Witness:
         """Return a replacement for ``method`` of ``ProcessGroup``, which counts each call and then calls ``method``.
 
         The count tells how full torch's flight recorder is.  ``operation`` is the collective that the method starts,
-        such as ``all_gather``.  In two cases the replacement lets :meth:`note` count the call: if the recorder may not
-        see the call, or if the recorder may be nearly full.
+        such as ``all_gather``.  In two cases the replacement calls :meth:`note`, which counts the call: if the recorder
+        may not see the call, or if the recorder may be nearly full.
         """
         maybe_unseen = operation in _POINT_TO_POINT
 
@@ -435,9 +435,12 @@ class Witness:
 
     @_guarded
     def note(self, operation: str, group: Any, arguments: Any, options: Any) -> None:
-        """Count a call of ``operation`` that Python code makes; if no recorder sees the call, also keep its row.
+        """Count a call of ``operation`` by Python code; keep its row if no recorder sees the call.
 
-        - If the recorder is nearly full, and no step has ended since the last reading, this method reads the recorder.
+        A row has the :data:`FIELDS` of a call.
+
+        - If torch's flight recorder is nearly full, and no step has ended since the last reading, this method reads the
+          recorder.
         - If ``group`` is not known yet, this method writes an event for each new group.
         """
         self.since += 1
@@ -502,9 +505,9 @@ class Witness:
         """Count the current step as ended, and read torch's flight recorder if a reading is due.
 
         The recorder is always read after each of the first :data:`FIRST_STEPS` steps, after ``last_step``, and if it
-        could overflow in the next step.  After any other step it is read only if all readings since the first step,
-        this one included, take at most the share :data:`BUDGET` of the process's processor time.  After ``last_step``,
-        the witness stops.
+        could overflow in the next step.  After any other step the recorder is read only if reading is cheap: all
+        readings since the first step, including the next, take at most the share :data:`BUDGET` of the process's
+        processor time.  After ``last_step``, the witness stops.
         """
         self._mark()
 
@@ -591,8 +594,9 @@ class Witness:
     def measure_model(self, optimizer: Any) -> None:
         """Write the event ``model``, which describes the model, after ``optimizer`` has stepped for the first time.
 
-        The event has the number of elements of the parameters in all optimizers that have stepped so far, FSDP2's
-        units, and what this project's engines send in a step.
+        The event has the number of elements of all parameters.  They are counted in the engine, if DeepSpeed or this
+        project's engine trains the model, and else in the optimizers that have stepped so far.  The event also has
+        FSDP2's units (the modules given to ``fully_shard()``), and what this project's engines send in a step.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -651,10 +655,10 @@ class Witness:
         self.read_steps = self.steps
 
     def _write_steps(self, calls: list[Call]) -> list[Call]:
-        """Write the calls of the steps that have ended; return the remaining calls, which the current step made.
+        """Write the calls of the steps that have ended; return all later calls, which the current step made.
 
-        A call in the phase ``optimizer`` that directly follows the end of a step, such as DeepSpeed's gather of the new
-        weights, is counted in the step that has just ended.
+        A call in the phase ``optimizer`` may directly follow the end of a step, such as DeepSpeed's gather of the new
+        weights.  This call is counted in the step that has just ended.
 
         Args:
             calls: All calls that have not been written, sorted by time.
@@ -745,7 +749,7 @@ class Witness:
         return new, last
 
     def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
-        """Return the rows of ``entries``, with phases and call sites from an earlier step that made the same calls.
+        """Return a row for each of ``entries``, with phases and call sites from an earlier step with the same calls.
 
         The entries were copied without stacks, so they do not show phases and call sites.  Returns None in these cases:
 
@@ -766,7 +770,15 @@ class Witness:
         return rows if len(rows) == len(entries) else None  # there were calls after the last step
 
     def remember(self, name: str, entries: list[dict[str, Any]], rows: list[Any]) -> None:
-        """Remember the calls of each step in ``entries``, with the ``rows`` that were made from their stacks."""
+        """Remember the calls of each step in ``entries``, with the ``rows`` that were made from their stacks.
+
+        A later step with the same calls can then be read without stacks (:meth:`recalled`).
+
+        Args:
+            name: Name of the recorder.
+            entries: The recorder's new entries.
+            rows: A row (:data:`FIELDS`) for each entry; None for entries that are not reported.
+        """
         place, sequences = 0, self.known.setdefault(name, [])
         for step in self.by_mark(entries):
             identities, rows_of_step = [_IDENTITY(entry) for entry in step], rows[place : place + len(step)]
@@ -1043,8 +1055,9 @@ def _own_engines(held: Iterable[int]) -> list[Any]:
 def _own_hops(engine: Any) -> list[dict[str, Any]]:
     """Return what this rank sends in a step of this project's engine, summed over the engine's units.
 
-    A hop is one exchange of messages in a group of ranks; a gather or a reduction consists of one or more hops.  Each
-    returned dictionary sums up the hops that have the same turn, group of ranks, codec, kind and source:
+    A unit is a group of parameters that are sent together.  A hop is one exchange of messages in a group of ranks; a
+    gather or a reduction consists of one or more hops.  Each returned dictionary sums up the hops that have the same
+    turn, group of ranks, codec, kind and source:
 
     - ``turn``: ``forward`` (the first forward pass after an optimizer step), ``again`` (a further forward pass before
       the next optimizer step), ``backward`` or ``reduction``;
@@ -1099,11 +1112,12 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
 
 
 def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
-    """Return the sizes, types and groups of FSDP2's units, one dictionary for each unit.
+    """Return a dictionary for each of FSDP2's units, with the unit's sizes, types and groups.
 
-    Only units with a parameter that an optimizer holds are returned; ``held`` has the ids of these parameters.  So a
-    frozen teacher's units are left out.  Returns an empty list if the program has no unit of FSDP2, or if this version
-    of torch keeps its units in attributes with other names.
+    A unit is a module that was given to ``fully_shard()``.  Only units with a parameter that an optimizer holds are
+    returned; ``held`` has the ids of these parameters.  Units of a frozen teacher model are therefore left out.
+    Returns an empty list if the program has no unit of FSDP2, or if this version of torch keeps its units in attributes
+    with other names.
     """
     units = []
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
@@ -1134,6 +1148,6 @@ def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
 
 
 def start_from(folder: str) -> None:
-    """Start the witness of this process with the options in ``options.json`` of ``folder``."""
+    """Start a :class:`Witness` in this process, with the options in the file ``options.json`` of ``folder``."""
     with open(os.path.join(folder, "options.json"), encoding="utf-8") as file:  # noqa: PTH118, PTH123
         Witness(**json.load(file)).start()

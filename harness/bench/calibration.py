@@ -1,9 +1,10 @@
 """``zeropp calibrate``: measures this machine, so that the duration of steps can be predicted.
 
-A few short trials run over a link without a limited rate and over a slow link.  Then the costs of the cost model, such
-as the seconds for each message, are fitted to the processor seconds that ranks used, by non-negative least squares of
-relative errors.  The fields of :class:`~impl.plan.step_time.Machine` hold these costs.  The duration of steps is not
-fitted.  It is predicted from the fitted costs, and the error of this prediction becomes the machine's ``spread``.
+A few short trials run over a link without a limited rate and over a slow link.  A cost model predicts the duration of a
+step from costs such as the seconds for each message.  These costs are fitted to the processor seconds that ranks used,
+by non-negative least squares of relative errors.  The fields of :class:`~impl.plan.step_time.Machine` hold the costs.
+The duration of steps is not fitted.  It is predicted from the fitted costs, and the error of this prediction becomes
+the machine's ``spread``.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Measured:
 
 
 def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
-    """Return ``machine`` with costs fitted to the trials, and with alternative fits that are equally good.
+    """Return ``machine`` with its costs fitted to the trials, and with alternative fits that are equally good.
 
     The best fit uses all trials and all costs.  For an alternative, one trial or one cost is left out of the fit.  An
     alternative is kept if its error over all trials (:func:`_error`) is at most
@@ -189,7 +190,10 @@ def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
 
 def _error(machine: Machine, measured: Sequence[Measured]) -> float:
-    """Return the root mean square over the trials of ``log(measured / predicted)``, both durations of a step."""
+    """Return how far predicted durations of a step are from the measured durations.
+
+    The result is the root mean square, over the trials, of ``log(measured / predicted)``.
+    """
     errors = [math.log(trial.wall / step_of(machine, trial.step).seconds) for trial in measured]
     return float(np.sqrt(np.mean(np.square(errors))))
 
@@ -208,10 +212,10 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
       is predicted from the codecs' measured costs.  Only trials over the link without a limited rate (the fast link)
       are used.  Over the slow link, ranks also spend processor time on waking threads that wait for messages.
 
-    ``optimizer`` and ``efficiency`` come from medians of measured values.  ``latency`` of the given machine is the
-    median seconds of a tiny all-gather.  The fitted ``message`` is subtracted from it, since it is a part of these
-    seconds.  ``spread`` becomes the larger of the machine's drift and the error of predicted durations
-    (:func:`_error`).
+    Other fields are computed.  ``optimizer`` and ``efficiency`` come from medians of measured values.  ``latency`` of
+    the given machine is the median seconds of a tiny all-gather.  The fitted cost ``message`` is a part of these
+    seconds, and is therefore subtracted.  ``spread``, which has been the drift of the machine's speed, becomes the
+    larger of this drift and the error of predicted durations (:func:`_error`).
 
     Args:
         machine: The machine, with everything that is not fitted here.
@@ -232,7 +236,7 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
     unshaped = [trial for trial in measured if trial.achieved is None]
 
     def busy(**costs: Any) -> list[float]:
-        """Predict a step's processor seconds for each trial over the fast link, as if all other costs were 0."""
+        """Predict a step's processor seconds for each trial over the fast link, from the given ``costs`` alone."""
         steps = (replace(trial.step, parameters=0.0, rate=math.inf) for trial in unshaped)
         return [step_of(replace(blank, **costs), step).seconds for step in steps]
 
@@ -276,13 +280,13 @@ def _fit_factors(
 
 
 def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
-    """Measure the seconds of an all-gather of 64 bytes between nodes and, on rank 0, of each codec.
+    """Measure the seconds of an all-gather of 64 bytes between nodes and, on rank 0, the costs of each codec.
 
     Every rank calls this function.  The all-gather is repeated ``messages`` times.
 
     Returns:
-        The median seconds of an all-gather, and the costs of each codec by its text form, in seconds an element.  On
-        ranks other than 0 the dict of codecs is empty.
+        (seconds, costs): the median seconds of an all-gather, and the costs of each codec by its text form, in seconds
+        an element.  On ranks other than 0, ``costs`` is an empty dict.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)

@@ -86,7 +86,7 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Time every operation of every codec and backend, and return a sample for each.
+    """Time every operation of every codec and backend, and return a sample (the measured seconds) for each operation.
 
     This must run in a process that does nothing else.
 
@@ -143,10 +143,11 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 
 
 def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
-    """Warm an operation up, then time it in rounds for about ``seconds``, and return a sample.
+    """Warm the operation ``work`` up, then time it in rounds for about ``seconds``, and return a sample.
 
     For each round, the sample has two means: the seconds of one call of the operation and, as reference, the seconds of
-    one copy of its elements.
+    one copy of its elements.  ``clock`` returns the mean seconds of a number of calls.  ``threads``, the number of
+    threads that torch uses, is noted in the sample.
     """
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)

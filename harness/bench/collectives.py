@@ -99,7 +99,7 @@ def _candidates(
 
     Args:
         mesh: The ranks.
-        wires: A wire for each transport.
+        wires: For each transport, the object that sends messages through this transport.
         whole: (world * S,) elements to reduce.
         part: (S,) this rank's shard, to gather.
         out: (world * S,) buffer into which gathered elements are written.

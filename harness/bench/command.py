@@ -211,7 +211,7 @@ class _Run:
         """Run ``target`` on all ranks, over a link between nodes, and return the merged samples.
 
         ``place`` has the topology of the ranks and the rate of the link.  A merged sample has the slowest rank's
-        seconds of each round, and the sum of all ranks' bytes.  Its ``names`` have the topology and the rate.
+        seconds of each round, and the sum of all ranks' bytes.  The topology and the rate are added to its ``names``.
         """
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
@@ -230,7 +230,7 @@ class _Run:
 
         If ``mbit`` is None, all ranks share the loopback interface, without a limit.  Otherwise each node is a network
         namespace, and the kernel limits the rate between nodes to ``mbit`` Mbit/s.  A paced link, in which the sending
-        process delays messages, would not do: it would delay this project's collectives, but not gloo's.
+        process delays messages, is not used: it delays this project's collectives, but not gloo's.
 
         Raises:
             LaunchError: If a process fails.

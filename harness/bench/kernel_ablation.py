@@ -1,9 +1,10 @@
 """Defines variants of the CUDA kernels that lack an optimisation, as backends of ``zeropp bench codecs``.
 
 All variants write the same bits as the backend ``cuda``, so that a difference in speed is due to the optimisation.
-:data:`ABLATED` lists the variants.  Three of them are a series: encoding lacks one optimisation in ``cuda-general``,
-two in ``cuda-shared-memory``, and three in ``cuda-two-reads``.  Of these three, only ``cuda-general`` also decodes with
-other kernels than ``cuda``.  Each variant outside the series lacks one optimisation of ``cuda``.
+:data:`ABLATED` lists the variants.  Three variants are a series: encoding lacks one optimisation in ``cuda-general``,
+two in ``cuda-shared-memory``, and three in ``cuda-two-reads``.  In this series, ``cuda-general`` also has other kernels
+for decoding than ``cuda``, while the two other variants decode with the kernels of ``cuda``.  Each variant outside the
+series lacks one optimisation of ``cuda``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _IDLE_BYTES: Final = 100 << 10
 
 
 def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
-    """Run a launch as if no row were aligned to 16 bytes, so that each element is loaded and stored by itself.
+    """Run a kernel launch as if no row of elements were aligned to 16 bytes.
 
-    The kernels then also check bounds in their main path.
+    Each element is then loaded and stored by itself, and the kernels also check bounds in their main path.
     """
     for place in ("values", "frames", "output", "error"):
         launch.arguments[place]["vectors"] = 0
@@ -36,7 +37,10 @@ def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
 
 
 def _without(*parts: Part) -> Callable[[Runner], Kernels]:
-    """Return a function that takes a runner and returns kernels without the optimisations ``parts``."""
+    """Return a function that takes a runner and returns kernels without the optimisations ``parts``.
+
+    A runner is a function that runs a launch on a device.
+    """
     return lambda run: Kernels(run, without=parts)
 
 

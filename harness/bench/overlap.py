@@ -62,10 +62,10 @@ bytes that the rank would send to other nodes in a step, as [in forward, in back
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Measure the seconds that steps of the unsharded model compute, and predict the bytes that each policy sends.
+    """Measure how long steps of the unsharded model compute, and predict the bytes that each policy sends.
 
     The steps send no messages, and are timed in several rounds.  All ranks must call this function.  It returns the
-    seconds that this rank took in each round, and the bytes by policy.
+    seconds that this rank took in each round, and the bytes by policy (:data:`Alone`).
     """
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
@@ -74,9 +74,9 @@ def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
-    """Return, by policy, the rate in Mbit/s of the link over which the policy's steps are timed.
+    """Return, for each policy, the rate in Mbit/s of the link over which the policy's steps are timed.
 
-    ``ranks`` has the results of :func:`compute_alone` on all ranks.
+    ``ranks`` has the results of :func:`compute_alone` on all ranks.  The rates are chosen by :func:`rate_for_step`.
     """
     turns = list(zip(*(rounds for rounds, _ in ranks), strict=True))  # by round, then by rank
     slowest = [[max(seconds[part] for seconds in turn) for turn in turns] for part in (0, 1)]
@@ -85,7 +85,9 @@ def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Return the lowest rate, in Mbit/s, at which each pass computes at least :data:`ROOM` times as long as it sends.
+    """Return the lowest link rate, in Mbit/s, at which communication could be hidden behind computation.
+
+    At this rate, forward and backward each compute at least :data:`ROOM` times as long as they send.
 
     Args:
         sent: Bytes that a rank sends between nodes in forward and in backward.
@@ -136,9 +138,9 @@ def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
     """Return the rate, in Mbit/s, at which the second hop takes :data:`HOPS_APART` times as long as the first hop.
 
-    The hops are those of a reduction: the first stays inside nodes, and the second crosses the link between nodes.
-    ``ranks`` has the results of :func:`first_hop` on all ranks, and ``mebibytes`` is the size of the reduced fp32
-    gradient in MiB.
+    The hops are the two exchanges of messages in a reduction: the first stays inside nodes, and the second crosses the
+    link between nodes.  ``ranks`` has the results of :func:`first_hop` on all ranks, and ``mebibytes`` is the size of
+    the reduced fp32 gradient in MiB.
     """
     slowest = statistics.median(map(max, zip(*ranks, strict=True)))
     topology = Topology(*TOPOLOGY_OF_HOPS)

@@ -92,10 +92,11 @@ def refusal(trial: Trial) -> str | None:
 
 
 def has_lanes(trial: Trial) -> bool:
-    """Return whether a timeline of a step can be recorded, with lanes for computing, encoding, sending and waiting.
+    """Return whether a timeline of a step can be recorded: when a rank computes, encodes, sends and waits.
 
-    This needs a trial in which this project's engine sends all messages.  In trials of peers (DDP, FSDP2 or DeepSpeed
-    as they are), and of policies inside FSDP2 or DDP, other libraries send messages.
+    Each of these activities is a row (lane) of the timeline.  This needs a trial in which this project's engine sends
+    all messages.  In trials of peers (DDP, FSDP2 or DeepSpeed as they are), and of policies inside FSDP2 or DDP, other
+    libraries send messages.
     """
     return trial.resolved_policy() is not None and trial.host is None
 
@@ -233,9 +234,10 @@ def _named(wire: Wire) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_operations(timeline: Timeline) -> Iterator[None]:
-    """Context in which each call of a codec's operation, such as ``encode``, is added to ``timeline``.
+    """Context in which each call of a codec's operation, such as ``encode``, is recorded as a span in ``timeline``.
 
-    The engine looks the operations up in :mod:`impl.ops` at each call, so this function replaces them there.
+    The engine looks the operations up in :mod:`impl.ops` at each call.  This function therefore replaces the operations
+    there.
     """
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
 
@@ -255,10 +257,10 @@ def _noting_operations(timeline: Timeline) -> Iterator[None]:
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of a step in which the rank computes.
+    """Return the spans of time, within a step, in which the rank computes.
 
-    These are the spans of forward, backward and the optimizer, without the times in which the rank waits, encodes or
-    decodes.
+    ``spans`` are all that were recorded in the step on this rank.  The result is made of the spans of forward, backward
+    and the optimizer, without the times in which the rank waits, encodes or decodes.
     """
     busy = sorted((span.begin, span.end) for span in spans if span.lane in (WAITING, CODING))
     computed = []
@@ -272,7 +274,7 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 
 
 def summary(ranks: Sequence[RankTrace]) -> str:
-    """Return one line on a trace: the duration of the traced step, and which share of its communication was hidden.
+    """Return one line on a trace: the duration of the traced step, and the share of its communication that was hidden.
 
     While messages between nodes are in flight, a rank either waits for other nodes or does other work.  The hidden
     share is the share of this time in which it does not wait, as the mean over ranks.  If no timeline was recorded, the
@@ -296,8 +298,9 @@ def summary(ranks: Sequence[RankTrace]) -> str:
 def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
     """Return the recorded timelines of all ranks as a JSON object in Chrome's trace event format.
 
-    Each rank is a process.  Each kind of activity, such as computing or waiting, is a thread of this process, or
-    several threads if its spans overlap.  ``pool`` is the hash of this machine and of the code.
+    In this format, each rank is shown as a process.  Each kind of activity, such as computing or waiting, is shown as a
+    thread of the rank's process.  If its spans of time overlap, it is shown as several threads.  ``pool`` is the hash
+    of this machine and of the code.
     """
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
@@ -328,7 +331,7 @@ def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, An
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:
-    """Distribute spans over as few rows as possible, such that spans in the same row do not overlap."""
+    """Distribute spans of time over as few rows as possible, such that spans in the same row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         free = next((row for row in rows if row[-1].end <= span.begin), None)

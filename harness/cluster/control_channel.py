@@ -56,7 +56,7 @@ class Place:
 
     @property
     def follows(self) -> bool:
-        """Whether another process leads the run.
+        """Whether another process than this one leads the run.
 
         The leading process is the supervisor of node 0.  It decides what all ranks do.
         """
@@ -65,8 +65,8 @@ class Place:
     def for_ranks(self, work: int) -> Place:
         """Return the place through which the ranks of all nodes find each other when they run command number ``work``.
 
-        A command is a function that the supervisors run on their ranks.  The ranks use the same store as the
-        supervisors.  The returned place differs from this one only in ``job``, the name of the run.  This name is a
+        A command is a function that the supervisors run on their ranks.  The ranks meet in the same store as the
+        supervisors.  Only ``job``, the name of the run, differs between the returned place and this one.  The name is a
         part of each key in the store, so the ranks' keys differ from all other keys.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")

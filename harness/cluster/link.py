@@ -121,7 +121,7 @@ class Link:
         """Return what a trial's record says about the link.
 
         If one node is slower than the others (``cluster.slow``), the record's requested rate is the rate that was
-        requested for this node.  ``probed_mbit`` has the rates, in Mbit/s, that were measured after the trial.
+        requested for the slow node.  ``probed_mbit`` has the rates, in Mbit/s, that were measured after the trial.
         """
         from harness.records.trial_record import LinkRecord
 
@@ -164,7 +164,8 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     """Open the link between a cluster's nodes, and return it.
 
     For a ``real`` or ``shaped`` link, the network interfaces of the hosts (``ports``) are not known here, and the
-    caller sets them.  The rate of a ``shaped`` link is limited later, by the supervisors of the hosts.
+    caller sets them.  The rate of a ``shaped`` link is limited later, by the supervisors, the processes that start the
+    ranks on the hosts.
 
     Args:
         cluster: The nodes to connect, with the kind, rate and latency of the link (``cluster.link`` and so on).
@@ -283,9 +284,9 @@ def exchange(
     """Measure the link's rate: send messages from each node to the next node, with the last node sending to the first.
 
     Normally the first rank of each node sends a message to the first rank of the next node, and all other ranks wait.
-    With ``together``, each rank sends a message to the rank with the same local number in the next node, because a
-    single GPU may reach only one of its node's network adapters.  Every rank of the default group must call this
-    function.
+    With ``together``, each rank sends a message to the rank with the same local number in the next node.  This is for
+    GPUs, since a single GPU may reach only one of its node's network adapters.  Every rank of the default group must
+    call this function.
 
     Args:
         rank: This rank.

@@ -11,7 +11,7 @@ from harness.errors import LinkError
 def nccl_variables(port: Port) -> dict[str, str]:
     """Return environment variables that make NCCL use the interface or adapters of ``port`` between nodes.
 
-    There are three cases in which NCCL might otherwise send in another way:
+    There are three cases in which NCCL might send in another way without such variables:
 
     - Nodes are network namespaces of one machine.  NCCL tells hosts apart by their names (NCCL user guide, Environment
       Variables), and would take all namespaces for one host.  It would then use peer access and shared memory, which no
@@ -64,7 +64,7 @@ def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: 
     Args:
         requested: The number of adapters, or the names of the adapters.
         present: The node's adapters with an active port.
-        node: Number of the node, for the message.
+        node: Number of the node, for the error message.
 
     Raises:
         LinkError: If the node lacks some of the requested adapters.

@@ -1,12 +1,12 @@
-"""Runs functions on the ranks of several nodes: each node has a supervisor, and the supervisor of node 0 leads.
+"""Runs functions on the ranks of several nodes.  Each node has a supervisor; the supervisor of node 0 leads.
 
 A supervisor is the process that starts and watches the ranks of a node.  The leading supervisor posts numbered commands
 on the control channel (:mod:`harness.cluster.control_channel`).  A command names a *work*, which is a function that all
-supervisors know, with its argument as JSON.  Every node that takes part starts its ranks, runs the work on them, and
-posts an answer: the results as JSON, or a failure.
+supervisors know, and gives the function's argument as JSON.  The supervisor of every node that takes part starts the
+node's ranks, runs the work on them, and posts an answer: the results as JSON, or a failure.
 
-A supervisor outlives its ranks.  When a rank fails on any node, the ranks of all nodes are ended.  The next command
-starts new ranks.
+A supervisor outlives its ranks.  When a rank fails on any node, the ranks of all nodes are ended.  Every command starts
+new ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Admit = Callable[[Any, Launch], Any]  # (argument, launch) -> argument; raises a
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as described by its supervisor, which is the process that starts and watches the node's ranks."""
+    """Description of one node by the node's supervisor, the process that starts and watches the node's ranks."""
 
     port: Port
     identity: str  # equal for nodes on one host
@@ -65,7 +65,10 @@ _LAUNCH: Final = TypeAdapter(Launch)
 
 @dataclass(slots=True)
 class Nodes:
-    """All nodes of a run, for the supervisor of node 0, which leads the run and posts commands to the other nodes."""
+    """The nodes of a run; through this object, the supervisor of node 0 runs functions on the ranks of all nodes.
+
+    A supervisor is the process that starts and watches the ranks of a node.
+    """
 
     channel: Channel
     nodes: list[Node]
@@ -77,7 +80,10 @@ class Nodes:
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
-        """Return the numbers of two nodes, among the first ``count``, that share a host; None if no two of them do."""
+        """Search the first ``count`` nodes for two nodes that share a host, and return the numbers of these two nodes.
+
+        Returns None if no two of the first ``count`` nodes share a host.
+        """
         first: dict[str, int] = {}
         for number, node in enumerate(self.nodes[:count]):
             if (other := first.setdefault(node.identity, number)) != number:
@@ -109,8 +115,8 @@ class Nodes:
             The results in rank order.
 
         Raises:
-            LaunchError: If ranks of any node fail; the message describes the failure that most likely came first.  The
-                ranks of all nodes have then ended.
+            LaunchError: If the work fails on any node.  The message describes the failure that most likely came first.
+                Before the error is raised, the ranks of all nodes that still answer are ended.
         """
         others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
         number = self._command(
@@ -142,9 +148,9 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Tell the other supervisors to end, and wait up to 5 s until each of them has confirmed.
+        """Tell the other supervisors to end with exit status ``status``, and wait up to 5 s until each has confirmed.
 
-        If not all nodes have met yet, this method does not wait.
+        If not all supervisors have joined the run yet, this method does not wait.
         """
         with contextlib.suppress(ChannelError):
             if not self.together:
@@ -155,7 +161,10 @@ class Nodes:
             self._answers(number, range(1, len(self.nodes)), _BYE_SECONDS)
 
     def _command(self, **command: Any) -> int:
-        """Post a command to the other nodes, and return the command's number."""
+        """Post a command to the other nodes, and return the command's number.
+
+        The keyword arguments are the content of the command, such as the name of the function to run.
+        """
         self._commands += 1
         self.channel.post(f"command/{self._commands}", command)
         return self._commands
@@ -165,9 +174,10 @@ class Nodes:
     ) -> dict[int, Answer]:
         """Collect the answers of ``nodes`` to command ``number``, for at most ``seconds``, and return them by node.
 
-        A node that is lost counts as having answered with a failure of kind ``lost``.  Waiting ends early when all
-        nodes have answered.  With ``cause``, waiting also ends as soon as one node has answered with a failure that is
-        not the effect of another failure.  Nodes that have not answered by then are missing in the result.
+        If a node is lost (its supervisor no longer reacts), the result has a failure of kind ``lost`` for this node.
+        Waiting ends early when all nodes have answered.  If ``cause`` is true, waiting also ends as soon as one node
+        has answered with a failure that is not the effect of another failure.  Nodes that have not answered when
+        waiting ends are missing from the result.
         """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
@@ -183,33 +193,38 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """Make the nodes ``others`` end their ranks for command ``number``, and return these nodes' answers by node.
+        """Make the nodes ``others`` end the ranks that run command ``number``, and return the nodes' answers by node.
 
-        A node answers after its ranks have ended.  A node that does not answer in time is left out.
+        A node answers after its ranks have ended.  A node that does not answer within 30 s is left out of the result.
         """
         self.channel.post(f"stop/{number}", True)
         return self._answers(number, others, _CLEAR_SECONDS)
 
 
 def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Return pydantic's adapters for the type of the argument and the type of the result of ``work``."""
+    """Return two pydantic adapters: for the type of the argument of ``work``, and for the type of its result.
+
+    The adapters convert arguments and results to JSON and back.
+    """
     _, argument, result = get_type_hints(work).values()
     return TypeAdapter(argument), TypeAdapter(result)
 
 
 @contextlib.contextmanager
 def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
-    """Wait until the supervisors of all nodes have met, and yield the nodes, which this process then leads.
+    """Wait until the supervisors of all nodes have joined the run, and yield the nodes for the body of ``with``.
 
-    At the end of the ``with`` block, the other supervisors end with the exit status ``Nodes.status``.
+    A supervisor is the process that starts and watches the ranks of a node.  This process is the supervisor of node 0,
+    and runs functions on the other nodes with :meth:`Nodes.run`.  At the end of the ``with`` block, the other
+    supervisors end with the exit status ``Nodes.status``.
 
     Args:
-        place: This process's node, which is node 0, and where the supervisors meet.
+        place: The number of this process's node, which is 0, and the address at which the supervisors meet.
         facts: Facts about this node's machine, code and software.
         hosts: Hosts on which to start supervisors through ssh; empty if a launcher has started them.
 
     Raises:
-        Refusal: If the nodes do not come together, or lose each other.
+        Refusal: If a supervisor does not join the run, or if the supervisors lose their connection.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
@@ -237,20 +252,22 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
     """Run, on the ranks of this node, the commands that the supervisor of node 0 posts, until the run ends.
 
-    If ``place.waits`` is true, another process supervises this node, and this process only waits.
+    A supervisor is the process that starts and watches the ranks of a node.  This process is the supervisor of another
+    node than node 0.  If ``place.waits`` is true, it is not: the node then has a supervisor already, and this process
+    only waits for the end of the run.
 
     Args:
-        place: This process's node, and where the supervisors meet.
+        place: The number of this process's node, and the address at which the supervisors meet.
         works: The functions that commands may name, by name.
         facts: Facts about this node's machine, code and software.
         admit: Function that is called with a command's argument and its :class:`Launch` (how ranks are started) before
             the command runs.  It returns the argument to use, or raises a Refusal if the command must not run.
 
     Returns:
-        The exit status that the leading supervisor posts.
+        The exit status that the supervisor of node 0 posts at the end of the run.
 
     Raises:
-        Refusal: If the leading supervisor is lost.
+        Refusal: If the supervisor of node 0 is lost.
     """
     try:
         with Channel(place) as channel:
@@ -275,9 +292,10 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 
 
 def _meet(channel: Channel) -> int | None:
-    """Wait until all nodes have met, and begin the session, in which messages are encrypted with a new secret.
+    """Wait until the supervisors of all nodes have joined, and begin the session.
 
-    Returns None if the nodes have met.  If they have failed to meet, returns the exit status for this supervisor.
+    In the session, messages are encrypted with a new secret.  Returns None if all supervisors have joined.  Otherwise
+    the supervisor of node 0 has given up, and the exit status with which this process has to end is returned.
     """
     session, place = channel.wait("session"), channel.place
     if "status" in session:
@@ -289,9 +307,11 @@ def _meet(channel: Channel) -> int | None:
 
 
 def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], admit: Admit) -> Answer:
-    """Run the work that command ``number`` names on this node's ranks, and return the answer to post (:data:`Answer`).
+    """Run the function ``work``, as ``command`` asks, on this node's ranks, and return the answer (:data:`Answer`).
 
-    The ranks are stopped if the leading supervisor stops this command, or if the leading supervisor is lost.
+    ``number`` is the number of the command.  First ``admit`` is called (:func:`follow`).  If it raises a Refusal, no
+    rank is started, and the answer is a failure of kind ``refused``.  The ranks are stopped if the supervisor of node 0
+    stops this command, or if that supervisor is lost.
     """
     place, (argument_type, result_type) = channel.place, _types(work)
 
@@ -320,7 +340,7 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
     """Run ``work`` on this node's ranks, and return the results, or the failure, as an :data:`Answer`.
 
     If the launch sets a rate for this node's network interface, the interface is limited to this rate while the ranks
-    run.
+    run.  ``on_progress`` and ``stop_reason`` are passed on to :func:`~harness.cluster.rank_processes.run_ranks`.
     """
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]
@@ -337,9 +357,10 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """Choose, from the answers of all nodes, the failure that most likely caused all others, and return it as an error.
+    """Choose the failure that most likely caused all other failures, and return it as an error.
 
-    Also append the logs of the other nodes to ``log``, the log of node 0.
+    ``answers`` has the answer of each node, by the node's number.  This function also appends the logs of the other
+    nodes to the file ``log``, which is the log of node 0.
     """
     failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):

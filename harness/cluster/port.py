@@ -17,7 +17,7 @@ from harness.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link: the interface, and how its rate is limited."""
+    """The network interface through which a node sends to other nodes, and how this interface's rate is limited."""
 
     interface: str | None  # network interface for gloo and for byte counters; None lets gloo choose
     address: str  # address of the interface
@@ -27,11 +27,13 @@ class Port:
     shaped_mbit: float | None = None
     # InfiniBand or RoCE adapters that NCCL may use, separated by commas; if empty, NCCL chooses.
     hcas: str = ""
-    control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
+    # Unix-domain socket of the process that limits the link's rate and can suspend the limit (`lift_rate`); empty if
+    # there is no such process.
+    control: str = ""
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which this machine would send to ``host``; no message is sent.
+    """Return the address of this machine from which it sends to ``host``.  Finding the address sends no message.
 
     Raises:
         Refusal: If the host's name is unknown, or if there is no route to the host.
@@ -50,10 +52,12 @@ def address_towards(host: str) -> str:
 def port_towards(host: str) -> Port:
     """Return the interface of this machine that leads to ``host``, as a :class:`Port`.
 
-    If the environment variable ``GLOO_SOCKET_IFNAME`` names an interface, that interface is taken instead.
+    If the environment variable ``GLOO_SOCKET_IFNAME`` names an interface of this machine, that interface is returned
+    instead.
 
     Raises:
-        Refusal: If there is no such interface, if the host's name is unknown, or if there is no route to the host.
+        Refusal: If this machine has no interface of that name, if no interface has the address from which this machine
+            sends to ``host``, if the host's name is unknown, or if there is no route to the host.
     """
     interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
@@ -76,7 +80,7 @@ def port_towards(host: str) -> Port:
 def host_identity() -> str:
     """Return a text that is equal in two processes if, and only if, they share a host and a network namespace.
 
-    On a system without ``/proc``, this is the host's name.
+    On a system without ``/proc``, this is the host's name; network namespaces are then not told apart.
     """
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:

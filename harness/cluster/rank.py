@@ -1,7 +1,7 @@
 """Describes one rank to the code that runs on it: its number, its node's link, and how it reports progress.
 
-It also chooses the rank's GPU (:func:`take_gpu`), and suspends the rate limit of the link while messages are sent that
-are not timed (:func:`lift_rate`).  Importing this module does not import torch.
+This module also chooses the rank's GPU (:func:`take_gpu`).  It suspends the rate limit of the link between nodes while
+untimed messages are sent (:func:`lift_rate`).  Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 def counters(interface: str) -> NDArray[np.int64]:
-    """Return the (bytes, packets) that an interface of this process's network namespace has sent."""
+    """Return the numbers of bytes and of packets that a network interface has sent so far: (2,) int64.
+
+    ``interface`` is the interface's name in the network namespace of this process.
+    """
     count = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
     return np.array([count.bytes_sent, count.packets_sent])
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a trial, which rank 0 sends to the parent process."""
+    """Message about the progress of a trial, which rank 0 sends to the process that started the ranks."""
 
     stage: str  # what is being done, in words
     step: int = 0  # number of steps done
@@ -84,8 +87,8 @@ class Rank:
     def open_link(self) -> Iterator[None]:
         """Suspend the rate limit of the link while the body of ``with`` runs, so that no message is slowed down.
 
-        All ranks must call this method.  It does nothing if the link has no rate, or if hosts limit their own
-        interfaces (link ``shaped``).
+        All ranks must call this method.  It does nothing if the link between nodes has no rate limit.  It also does
+        nothing with ``link = "shaped"``, where the hosts limit their own interfaces.
         """
         if self.pacer is None and not self.port.control:
             yield
@@ -107,6 +110,9 @@ class Rank:
 def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
     """Choose the GPU of a rank, make it torch's current device, and return its name, such as ``cuda:1``.
 
+    With ``launcher`` = ``local``, the GPU has the rank's number, otherwise the rank's number inside its node.  With
+    ``transport`` = ``staged``, several ranks may share a GPU.
+
     Raises:
         Refusal: If the machine has too few GPUs.
     """
@@ -126,10 +132,10 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
 
 @contextlib.contextmanager
 def lift_rate(control: str) -> Iterator[None]:
-    """Suspend the rate limit of the link while the body of ``with`` runs.
+    """Suspend the rate limit of the link between nodes while the body of ``with`` runs.
 
-    The process that limits the rate, called the keeper, listens at the Unix-domain socket ``control``.  On request, it
-    suspends the limit.  It restores the limit after the body, even if this process dies in the body.
+    A process called the keeper limits the rate.  It listens at the Unix-domain socket ``control``.  On request, it
+    suspends the limit.  After the body it restores the limit, even if this process dies in the body.
     """
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)
@@ -140,6 +146,8 @@ def lift_rate(control: str) -> Iterator[None]:
 
 def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
     """Call ``send()``, which sends a request to the process that limits the link's rate, and wait for the answer.
+
+    ``keeper`` is the socket that is connected to that process.
 
     Raises:
         LinkError: If the process does not answer, or if the answer is not ``expected``.

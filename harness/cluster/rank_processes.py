@@ -1,13 +1,14 @@
 """Starts a trial's rank processes, fresh ones for each trial, and watches them until they end.
 
 A fork server, which has imported torch, forks four ranks in a tenth of a second.  Every rank enters its node's network
-namespace while it is still single-threaded, joins the process group, and runs its work.  Its output goes to a log that
-is kept only after a failure.
+namespace while it is still single-threaded, joins the process group, and runs its work.  The rank's output goes to a
+log that is kept only after a failure.
 
 If a trial's ranks are to be threads, one fresh process holds the threads of all ranks (:mod:`impl.simulate`).
 
-If a rank fails, all other ranks are killed.  After a timeout, every rank first writes the stacks of all its threads to
-its log.  If the process that runs the sweep dies, its ranks and the fork server end too.
+If a rank fails, all other ranks are killed.  If ranks have not ended when their time is over, each of them writes the
+stacks of all its threads to its log, and is then killed.  If the process that started the ranks dies, the ranks and the
+fork server end too.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class LaunchError(Exception):
     """Raised when a rank failed, when ranks did not end in time, or when the caller had the ranks stopped.
 
     Attributes:
-        kind: Kind of the failure.
+        kind: Kind of the failure, such as ``timeout``.
         log: File with the ranks' output; None if there is none.
-        effect: Whether the error is only the effect of another rank's failure.
+        effect: Whether the error is only the effect of another rank's failure, such as a lost connection.
     """
 
     def __init__(self, kind: Kind, message: str, log: Path | None = None, *, effect: bool = False) -> None:
@@ -107,7 +108,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Options for starting ranks."""
+    """Options for starting the ranks of a trial."""
 
     topology: Topology
     ports: tuple[Port, ...]
@@ -158,9 +159,10 @@ class _Watched:
         return self.pipe.fileno()
 
     def receive(self, on_progress: Report) -> None:
-        """Receive one message of the rank: its progress, result or error.
+        """Receive one message of the rank: its progress, its result or its error.
 
-        If the process has ended without a result or error, set ``error`` to a LaunchError that says how it ended.
+        ``on_progress`` is called with progress; a result or an error is stored in this object.  If the process has
+        ended without a result or error, the field ``error`` is set to a LaunchError that says how the process ended.
         """
         try:
             message = self.pipe.recv()
@@ -202,13 +204,14 @@ def run_ranks(
         argument: The function's argument, the same on all ranks.
         launch: How ranks are started.
         on_progress: Called in this process with the progress of rank 0.
-        stop_reason: Called several times a second.  Once it returns a reason, the ranks are ended.
+        stop_reason: Called several times a second.  It returns None while the ranks may run on.  Once it returns a
+            text, the ranks are ended, and the text becomes the error's message.
 
     Raises:
         LaunchError: If a rank cannot be started or fails, if ``launch.timeout_seconds`` have passed, or if
-            ``stop_reason`` returns a reason.  The message describes the failure that most likely came first.  All ranks
-            have then ended.  Their output is kept in ``launch.log`` if all of them had been started, and if this file
-            can be written.
+            ``stop_reason`` returns a text.  The message describes the failure that most likely came first.  Before the
+            error is raised, all ranks are ended.  Their output is kept in ``launch.log`` if all of them had been
+            started, and if this file can be written.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
@@ -239,9 +242,10 @@ def run_in_place(
     launch: Launch,
     on_progress: Report,
 ) -> None:
-    """Run ``target(rank, argument)`` in this process itself, as one rank of ``launch``; torchrun has started all ranks.
+    """Run ``target(rank, argument)`` in this process, which torchrun has started as one of the ranks of ``launch``.
 
-    The argument may differ between ranks.
+    Every rank calls this function; ``argument`` may differ between ranks.  Only rank 0 reports progress to
+    ``on_progress``.  The process group of all ranks exists while ``target`` runs.
     """
     import torch
     import torch.distributed as dist
@@ -262,8 +266,8 @@ def run_in_place(
 def end_if_in_group(status: int) -> None:
     """End this process at once with ``status`` if torch's default process group still exists in it.
 
-    The group still exists only after a failure.  The interpreter's normal end could then abort, or wait for ranks that
-    never answer.
+    When a command is over, the group exists only if the command has failed.  If the interpreter then ended in the
+    normal way, it could abort, or wait for ranks that never answer.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -289,7 +293,14 @@ def start_server() -> None:
 
 
 def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:
-    """Start the rank processes of this launch, and append each to ``ranks`` as soon as it has started."""
+    """Start the rank processes of this launch, and append each to ``ranks`` as soon as it has started.
+
+    If a rank cannot be started, the caller finds the ranks that are already running in ``ranks``, and can end them.
+    The ranks write their logs into the folder ``scratch``.
+
+    Raises:
+        LaunchError: If the fork server, which starts ranks, has ended.
+    """
     start_server()
     context = multiprocessing.get_context("forkserver")
     for rank in launch.ranks:
@@ -317,11 +328,11 @@ def _watch(
 ) -> LaunchError | None:
     """Receive the messages of all ranks until all ranks have ended, or until the first failure.
 
-    A failure is an error of a rank, a reason that ``stop_reason`` returns, or the end of ``timeout_seconds``.
+    A failure is an error of a rank, a text that ``stop_reason`` returns, or the end of ``timeout_seconds``.
 
     Returns:
-        None if all ranks have sent a result.  Otherwise the failure that most likely came first: after a rank's error,
-        the function waits a short time for the errors of other ranks, and then chooses.
+        None if all ranks have sent a result.  Otherwise the failure that most likely came first.  To find it after a
+        rank's error, the function waits a short time for the errors of other ranks, and then chooses among all errors.
     """
     deadline = time.monotonic() + timeout_seconds
     while all(watched.error is None for watched in ranks):
@@ -358,8 +369,10 @@ def _watch(
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
     """Write the last part of each rank's log to the file ``launch.log``; equal parts are written only once.
 
+    The ranks have written their logs into the folder ``scratch``, which is removed later.
+
     Returns:
-        The file; None if it cannot be written.
+        The path of the file; None if it cannot be written.
     """
     try:
         tails: dict[bytes, list[str]] = {}
@@ -389,7 +402,11 @@ def _out_of_memory_kills() -> int:
 def _rank_main(  # noqa: PLR0917  # a new process needs all of them
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
-    """Run a rank process: redirect its output to a log, join the process group, run ``target``, and send the result."""
+    """Run a rank process: redirect its output to a log, join the process group, run ``target``, and send the result.
+
+    If ranks are threads, the process runs the threads of all ranks instead, without a process group.  The log lies in
+    the folder ``scratch``.  The result, or the error, is sent through ``pipe`` to the process that started this one.
+    """
     gc.freeze()  # else the first collection would copy the pages of all imports, which takes 0.25 s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which then ends its ranks
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -464,7 +481,7 @@ def _limit_nccl(launch: Launch) -> None:
 
 
 def _end_with_sweep() -> None:
-    """Make this rank process end as soon as its parent (the fork server) or the process of the sweep ends."""
+    """Make this rank process end as soon as the fork server ends, or the process that started the ranks."""
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
@@ -472,7 +489,10 @@ def _end_with_sweep() -> None:
 
 
 def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, argument: Any) -> list[Any]:
-    """Run ``target`` on all ranks, which are threads of this process, and return the results in rank order."""
+    """Run ``target`` on all ranks, which are threads of this process, and return the results in rank order.
+
+    The ranks compute on ``device``.  Rank 0 sends its progress through ``pipe``.
+    """
     from impl.simulate import simulate
 
     _end_with_sweep()
@@ -492,7 +512,11 @@ def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, arg
 
 
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
-    """Enter the network namespace of a rank's node, join the process group of all ranks, and return the rank."""
+    """Enter the network namespace of a rank's node, join the process group of all ranks, and return the rank.
+
+    ``scratch`` is a folder that all ranks of this host share: through files in it, ranks find each other.  The ranks of
+    several hosts meet at ``launch.meeting`` instead.  Rank 0 sends its progress through ``pipe``.
+    """
     import torch
     import torch.distributed as dist
 
@@ -531,7 +555,10 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
 
 
 def _registered(backend: str) -> str:
-    """Return torch's name of a backend; if ``backend`` is a user's module, first call the module's ``register()``."""
+    """Return the name by which torch knows a backend.
+
+    If ``backend`` is a user's module, the module's ``register()`` is called first.
+    """
     if "." not in backend:
         return backend
     module = importlib.import_module(backend)

@@ -1,6 +1,7 @@
-"""Starts supervisors on other hosts through ssh, with this process's command line and the variables torchrun would set.
+"""Starts supervisors on other hosts through ssh.
 
-A supervisor is the process that starts and watches the ranks of a node.
+A supervisor is the process that starts and watches the ranks of a node.  The started supervisors get the command line
+of this process, and the environment variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _END_SECONDS = 5.0
 def place_of(hosts: Sequence[str]) -> Place:
     """Return this machine's place in a run on ``hosts``: it is node 0, and all supervisors meet at its address.
 
+    A supervisor is the process that starts and watches the ranks of a node.
+
     Raises:
         Refusal: If the second host cannot be reached.
     """
@@ -38,8 +41,9 @@ def place_of(hosts: Sequence[str]) -> Place:
 def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Callable[[], None]]:
     """Start a supervisor through ssh on each host but the first, in the same folder and with the same Python as here.
 
-    The supervisors get the run's token through standard input, because other users can read command lines.  At the end
-    of the ``with`` block, the ssh processes are ended.
+    A supervisor is the process that starts and watches the ranks of a node.  The supervisors get the run's ``token``
+    through standard input, because other users can read command lines.  They meet at the address in ``place``.  At the
+    end of the ``with`` block, the ssh processes are ended.
 
     Yields:
         A function that raises a Refusal if one of these supervisors has ended.  The message has the last line of the
@@ -91,9 +95,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _resolved(host: str) -> str:
-    """Return the host name or address that ssh would connect to for ``host``, according to ssh's configuration.
+    """Return the host name or address that ssh connects to for ``host``, according to ssh's configuration.
 
-    If ssh's configuration gives none, this is ``host`` without the user's name: ``b`` for ``me@b``.
+    If ssh prints none, this is ``host`` without the user's name: ``b`` for ``me@b``.
     """
     done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
     names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]

@@ -1,11 +1,11 @@
-"""Gives a run's secret token to the run's processes, and seals their messages with it.  No torch.
+"""Gives a run's secret token to the run's processes, and encrypts their messages with it.  No torch.
 
-The supervisors of a run's nodes send messages through a key-value store.  The store has no authentication: every local
-user, and every host that reaches the store's port, may read and write it.  Therefore each message is encrypted and
-authenticated with a token that only the run's own processes have.  The token is random, and no command line shows it.
-How the processes get the token depends on the launcher:
+The supervisors (the processes that start the ranks of a run's nodes) send messages through a key-value store.  The
+store has no authentication: every local user, and every host that reaches the store's port, may read and write it.
+Therefore each message is encrypted and authenticated with a token that only the run's own processes have.  The token is
+random, and no command line shows it.  How the processes get the token depends on the launcher:
 
-- ``hosts``: the first supervisor makes it, and writes it to the standard input of ``ssh``;
+- ``hosts``: the first supervisor makes the token, and writes it to the standard input of ``ssh``;
 - ``slurm``: the process that submits the job, or starts the step, sets ``ZEROPP_TOKEN`` in its environment;
 - ``torchrun``: the user sets ``ZEROPP_TOKEN``.  On one host this is not necessary: the first process writes a file of
   mode 0600 in a folder of mode 0700, which only the same user can read.
@@ -41,7 +41,7 @@ class Seal:
     def close(self, key: str, value: Any) -> str:
         """Encrypt and authenticate ``value`` for ``key``, and return the result as hexadecimal text.
 
-        :meth:`open` returns the value only if it is called with the same key.
+        :meth:`open` decrypts this text only if it is called with the same key.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         hidden = nonce + self._masked(nonce, json.dumps(value).encode())
@@ -51,7 +51,7 @@ class Seal:
         """Decrypt a text that :meth:`close` returned for ``key``, and return the value.
 
         Raises:
-            ValueError: If ``text`` was not sealed with this secret for this key.
+            ValueError: If ``text`` was not encrypted with this object's secret, or was encrypted for another key.
         """
         content = bytes.fromhex(text.decode("ascii"))
         hidden, tag = content[:-_TAG_BYTES], content[-_TAG_BYTES:]
@@ -72,14 +72,15 @@ class Seal:
 def of_session(token: str, nonces: list[str]) -> Seal:
     """Return the seal of one session, whose secret is made from the run's token and from the supervisors' ``nonces``.
 
-    A session is one run of all supervisors.  Each supervisor draws its nonce, a random text, anew in each session.  The
-    seal therefore cannot open messages of another session, even one with the same token.
+    A session is one run of all supervisors, the processes that start the ranks of the nodes.  In each session, each
+    supervisor draws a new random text, its nonce.  The seal therefore cannot open messages of another session, even of
+    a session with the same token.
     """
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 
 
 def digest_of(token: str) -> str:
-    """Return a digest of a token; the digest, unlike the token, may be public.
+    """Return a digest of a token.  The digest may be public, but the token must not be.
 
     Processes compare digests to find out whether they have the same token.
     """
@@ -107,17 +108,17 @@ def from_environment() -> str | None:
 
 
 def set_in_environment() -> None:
-    """Make sure that this process, and the processes that it starts, have a token in their environment.
+    """Make sure that this process, and the processes that it starts, have a run's token in their environment.
 
-    A token that is already in the environment is kept; otherwise a new token is set.
+    The environment variable is ``ZEROPP_TOKEN``.  A token that is already there is kept; otherwise a new token is set.
     """
     os.environ.setdefault(VARIABLE, new())
 
 
 def write(token: str) -> Path:
-    """Write a token into a file that other processes of the same user on this host can find, and return its path.
+    """Write a token into a file in which :func:`find` finds it, and return the file's path.
 
-    The caller must remove the file.
+    Other processes of the same user on this host can read the file.  The caller must remove it.
 
     Raises:
         Refusal: If the folder in which tokens are kept belongs to another user, or if other users have access to it.

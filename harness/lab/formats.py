@@ -1,13 +1,17 @@
 """``zeropp bench formats``: ranks codecs by their errors on a snapshot of weights and gradients, without training.
 
-Weights and changes of weights are encoded and decoded once.  Gradients pass through a reduction in two hops, as in
-training.  In the first hop, each rank's gradient is encoded and decoded, and summed in fp32 over the ranks of the node.
-In the second hop, these sums are encoded and decoded, summed over the nodes, and divided by the number of ranks.  A
-codec's error is the difference between the result and the exact mean of the gradients.
+Weights and changes of weights are encoded and decoded once.  A codec's error on them is the difference between the
+decoded and the exact values.
 
-Files that :mod:`harness.lab.snapshot` has not written can be read too.  Each tensor then counts as the weights of a
-unit, unless its name begins with ``changes/`` or ``gradients/``.  A tensor of gradients has a row for each rank.  If
-the file has no metadata, all ranks count as ranks of one node.
+Gradients pass through a reduction in two hops, as in training.  In the first hop, each rank's gradient is encoded and
+decoded, and summed in fp32 over the ranks of the node.  In the second hop, these sums are encoded and decoded, summed
+over the nodes, and divided by the number of ranks.  With a single node, there is no second hop.  A codec's error on
+gradients is the difference between this result and the exact mean of the gradients.
+
+Files that :mod:`harness.lab.snapshot` has not written can be read too.  Each tensor of such a file counts as the
+weights of a unit (a set of parameters that are sent together), unless its name begins with ``changes/`` or
+``gradients/``.  A tensor of gradients has a row for each rank.  If the file has no metadata, all ranks count as ranks
+of one node.
 """
 
 from __future__ import annotations
@@ -63,7 +67,10 @@ class Unit(NamedTuple):
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """Read a snapshot; return its units, and the number of nodes and of ranks per node that its gradients come from.
+    """Read a snapshot file, and return its tensors (:class:`Unit`) and the pair (nodes, ranks per node).
+
+    The two numbers describe the cluster on which the snapshot's gradients are to be reduced.  If the file does not have
+    them, there is one node, and each row of a gradient tensor is one of its ranks.
 
     Raises:
         Refusal: If the file cannot be read or has no tensor of floating-point numbers, or if ``nodes`` or
@@ -164,10 +171,13 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
-    """Encode and decode one unit with one codec; return errors, bytes and seconds, by the columns of :func:`measure`.
+    """Encode and decode one unit with one codec, and return a row of the table that :func:`measure` returns.
 
-    ``sizes`` has the number of nodes and of ranks per node over which a gradient is reduced.  ``number`` differs
-    between units; a stochastic codec's random bits depend on it.
+    Args:
+        codec: The codec.
+        unit: The weights, changes of weights or gradients to encode.
+        sizes: The number of nodes, and the number of ranks per node, over which a gradient is reduced.
+        number: Number of the unit, on which a stochastic codec's random bits depend.
     """
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
@@ -193,7 +203,7 @@ def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[s
 def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
     """Pad ``values`` (..., P) with zeros, and return them cut into ``parts`` equal parts: (..., parts, S).
 
-    S is a multiple of the codec's block.
+    S is a multiple of the codec's block size.
     """
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % (common_grain(codec) * parts)))
     return padded.view(*values.shape[:-1], parts, -1)
@@ -202,9 +212,9 @@ def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     """Encode and decode ``x`` (..., parts, S) as for sending; return the decoded elements, bytes and seconds.
 
-    A sender sends ``parts`` rows of S elements, each encoded by itself.  The leading axes ``...`` run over the senders.
-    The returned bytes are those of one sender, as the mean over all senders.  A stochastic codec's random bits depend
-    on ``number`` and ``hop``.
+    The leading axes ``...`` run over the senders.  Each sender sends ``parts`` rows of S elements, and each row is
+    encoded by itself.  The returned bytes are those of one sender, as the mean over all senders.  A stochastic codec's
+    random bits depend on ``number`` (of the unit) and ``hop``.
     """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
@@ -223,7 +233,7 @@ def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
     """Average gradients (ranks, P) with a codec, in two hops, or in one hop if all ranks share a node.
 
     If ``sizes`` (nodes, ranks per node) does not have as many ranks as there are gradients, all ranks count as ranks of
-    one node.  A stochastic codec's random bits depend on ``number`` and the hop.
+    one node.  A stochastic codec's random bits depend on ``number`` (of the unit) and on the hop.
 
     Returns:
         - mean: (parts, S) the decoded mean, where parts is the number of ranks;
@@ -241,7 +251,7 @@ def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
 
 
 def lossless_bits(units: Sequence[Unit], kind: str) -> float:
-    """Return how many bits a bf16 element would take on average if an ideal coder compressed its exponent without loss.
+    """Return the mean bits of a bf16 element if an ideal coder compresses the exponents without loss.
 
     The elements are all values of one ``kind``, such as ``weights``.  An element takes 8 bits for sign and mantissa,
     plus the entropy of the exponents (the approach of ZipCCL, arXiv 2604.27844).  Zeros are left out, since they may be
@@ -257,9 +267,10 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
     """Yield lines of text that say which codecs are best if an element may take at most ``bits`` bits on average.
 
-    There are several lines for each kind of values.  The first line compares two errors: the error if a codec is chosen
-    for each unit (:func:`choose_codecs`), and the error of the best single codec for all units.  Then there is a line
-    for each unit, which names the codec that was chosen for it.
+    ``rows`` are rows of :func:`measure`.  There are several lines for each kind of values.  The first line compares two
+    errors: the error if a codec is chosen for each unit (:func:`choose_codecs`), and the error of the best single codec
+    for all units.  Then there is a line for each unit (a set of parameters that are sent together), which names the
+    codec that was chosen for the unit.
     """
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
@@ -274,7 +285,7 @@ def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
     """Choose a codec for each unit, so that all units together stay within a budget of bytes and have a small error.
 
-    The choice is made by :func:`impl.plan.bit_budget.choose`.
+    A unit is a set of parameters that are sent together.  :func:`impl.plan.bit_budget.choose` makes the choice.
 
     Args:
         rows: Rows of :func:`measure` for one kind of values.
@@ -317,18 +328,18 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Return the rank correlation between the errors of codecs on gradients and the losses of training with them.
 
     The losses are the last validation losses in a suite's records.  Records whose gradients have different codecs in
-    the two hops are left out.  The other records are divided into sets: the records of a set have the same setting
-    (model, batch, ranks, link and so on), strategy and changes of the policy, except for the codec of the gradients.
-    Only the set with the most measured codecs is used.  The confidence interval comes from 2000 bootstrap samples of
-    the seeds.
+    the two hops are left out.  The other records are divided into sets.  Within a set, records have the same setting
+    (model, batch, ranks, link and so on) and strategy.  Their policies have the same changes, except for the codec of
+    the gradients.  Only one set is used: the set that has the most codecs of ``codecs``.  The confidence interval comes
+    from 2000 bootstrap samples of the seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.
         results: The folder or archive of the suite's records.
 
     Raises:
-        Refusal: If this set has fewer than five of the measured codecs, or if no seed has losses for all codecs of this
-            set.
+        Refusal: If the set that is used has fewer than five codecs of ``codecs``, or if no seed has losses for all of
+            these codecs.
     """
     from scipy import stats
 
@@ -360,9 +371,10 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
     """Yield (set, codec of the gradients, seed, last validation loss) for each record with a validation loss.
 
-    The set is a text that is equal for comparable records: those with the same setting (model, batch, ranks, link and
-    so on), the same strategy and the same changes of the policy, except for the gradients' codec.  Left out are records
-    of failed trials, records of controls, and records whose gradients have different codecs in the two hops.
+    The set is a text that is equal for records whose losses may be compared.  Such records have the same setting
+    (model, batch, ranks, link and so on) and strategy, and their policies have the same changes, except for the codec
+    of the gradients.  Three kinds of records are left out: records of failed trials, records of controls (trials with a
+    deliberate fault), and records whose gradients have different codecs in the two hops.
     """
     for record in records:
         if record.failure is not None or not record.validations:

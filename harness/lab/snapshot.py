@@ -1,8 +1,8 @@
 """``zeropp snapshot``: saves the weights, their changes and each rank's gradients at chosen steps of a trial.
 
 One process trains the trial's model in fp32 on the batches of all ranks, as strategy ``single`` does, and sends
-nothing.  The snapshot therefore has the exact values that the ranks would have to send under any policy.  It is one
-safetensors file with tensors named ``KIND/UNIT@STEP``, where KIND is one of
+nothing.  The snapshot therefore has the exact values that ranks encode before they send them, whatever the policy.  A
+snapshot is one safetensors file with tensors named ``KIND/UNIT@STEP``, where KIND is one of
 
 - ``weights``: (P,) fp32 before the step, laid out as the engine lays out the unit;
 - ``changes``: (P,) fp32, the weights after the step minus the weights before;
@@ -104,9 +104,10 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
 
 
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Lay out the values of all parameters in units, and return a padded (P,) fp32 tensor for each unit, by name.
+    """Join the values of the parameters of each unit, and return a padded (P,) fp32 tensor for each unit's name.
 
-    ``values`` has a tensor or None for each parameter, by the parameter's name.  For None, the elements are zeros.
+    A unit is a set of parameters that the engine gathers together.  ``values`` has a tensor or None for each parameter,
+    by the parameter's name.  For None, the elements are zeros.
     """
     return {unit.name: packed(unit, values).flatten() for unit in units}
 
@@ -116,7 +117,8 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Run the passes of one step on the batches of all ranks; return the gradients (ranks, P) of each unit, by name.
 
-    The row of a rank is the sum of the gradients of this rank's micro-batches.
+    The row of a rank is the sum of the gradients of this rank's micro-batches.  ``data`` gives the batches of all
+    ``world`` ranks.
     """
     sums = {unit.name: torch.zeros(world, unit.padded) for unit in units}
     for micro in data.step(step):

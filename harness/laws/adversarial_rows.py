@@ -1,7 +1,9 @@
-"""Generates adversarial rows, 1-D tensors for codecs to encode, and searches for the smallest row that violates a law.
+"""Generates rows (1-D tensors) that codecs are likely to get wrong, and finds the smallest row that breaks a law.
 
-Fixed rows are tried first: they hold what codecs are known to get wrong, such as ties, rounding edges and blocks of
-different scales.  Then Hypothesis draws rows.  A row that breaks a law is made smaller by delta debugging.
+A law is a property that a codec declares.  Fixed rows are tried first: they hold what codecs are known to get wrong,
+such as ties (midpoints between two representable values), the floats next to ties, and blocks of different scales.
+Then Hypothesis draws rows.  A row that breaks a law is made smaller by delta debugging: elements are removed as long as
+the remaining row still breaks the law.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 
 @st.composite
 def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
-    """Draw a row (S,) fp32 of at most ``most`` elements.
+    """Draw a row (S,) fp32 of at most ``most`` elements; ``draw`` is Hypothesis's function that draws from a strategy.
 
     A few numbers (ties, equal and alternating numbers, denormals, zeros, extremes) are drawn, and repeated until the
     row is long enough.  Most rows are about as long as one or two blocks of ``block`` elements, the codec's block size.
@@ -94,7 +96,7 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
 def cases(
     block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
 ) -> st.SearchStrategy[Case]:
-    """Return a Hypothesis strategy that draws cases: rows, with the other inputs of a check.
+    """Return a Hypothesis strategy that draws cases: a row to encode, with the other inputs of a check.
 
     Args:
         block: The codec's block size.
@@ -107,7 +109,7 @@ def cases(
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim, which is a law or a duty of a codec, on rows."""
+    """The result of trying one claim (a law or a duty of a codec) on many rows."""
 
     cases: int  # number of rows that the claim was tried on
     violation: Violation | None  # on the smallest row found that breaks the claim; None if the claim holds
@@ -116,7 +118,8 @@ class Outcome(NamedTuple):
 def long_row(block: Block, numel: int) -> Tensor:
     """Return a row (S,) fp32 of ``numel`` normally distributed numbers that are multiplied by a scale for each block.
 
-    The scales of successive blocks are the powers of two from 1/8 to 8, and then again from 1/8.
+    The scales of successive blocks are the powers of two from 1/8 to 8, and then again from 1/8.  If ``block`` is
+    ``"shard"`` (the codec has one block for the whole row), the scale changes after every 64 elements.
     """
     size = 64 if block == "shard" else min(block, numel)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
@@ -124,15 +127,15 @@ def long_row(block: Block, numel: int) -> Tensor:
 
 
 def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """Return the cases on which a claim is always tried, before cases are drawn.
+    """Return the cases on which a claim (a law or a duty of a codec) is tried before random cases are drawn.
 
     - There are simple rows, and a row whose blocks have three different scales.
     - There are rows of ties for several number formats.  A tie is the middle between two neighbouring values that the
       format can represent.
-    - For a built-in codec with blocks, and for a user's codec that must equal such a codec bit for bit, there may also
-      be rows of the codec's own ties and of the floats next to these ties
-      (:func:`~harness.laws.rounding_edges.edge_rows`).  They are added if the claim is ``BITS``, or if the subject is
-      the reference implementation.
+    - There may also be rows of the codec's own ties and of the floats next to these ties
+      (:func:`~harness.laws.rounding_edges.edge_rows`).  They are added for a built-in codec with blocks, and for a
+      user's codec that must equal such a codec bit for bit, if the claim is ``BITS`` or if the subject is the reference
+      implementation.
     - If ``elements`` is above :data:`LONGEST`, rows of ``elements`` elements come last.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
@@ -154,13 +157,16 @@ def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> lis
 
 
 def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`fixed_cases` and then on rows that are drawn at random, until a row breaks the claim.
+    """Try a claim on :func:`fixed_cases` and then on random rows, until a row breaks the claim.
+
+    A claim is a law or a duty of a codec.  If a row breaks it, the result has the violation on the smallest such row
+    that was found (:func:`smallest`).
 
     Args:
         subject: The implementation to check.
         claim: The law or duty to check.
-        examples: Number of drawn rows.  ``UNBIASED`` encodes each row thousands of times.  It is therefore tried on a
-            tenth as many drawn rows, and on no fixed cases.
+        examples: Number of random rows.  ``UNBIASED`` encodes each row thousands of times.  It is therefore tried on a
+            tenth as many random rows, and on no fixed cases.
         seed: Decides which rows are drawn.
         elements: Number of elements of the longest row.
     """
@@ -182,7 +188,7 @@ def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, element
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """Try a claim on one row.
+    """Try a claim (a law or a duty of a codec) on one row.
 
     Returns:
         A violation if the subject gives wrong numbers or raises an exception; None if the claim holds.
@@ -202,12 +208,14 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
     """Make the row of ``case`` as small as possible, and return the violation on the smallest row found.
 
-    ``case`` breaks the claim.  As in delta debugging (Zeller and Hildebrandt 2002), ever smaller ranges of elements are
-    removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED` attempts.  The
-    random bits of a stochastic codec depend on the position of an element in the row.  If elements at the beginning of
-    the row are removed, positions are counted from the old beginning, so that all other elements keep their bits.
+    The row of ``case`` breaks the claim.  As in delta debugging (Zeller and Hildebrandt 2002), ever smaller ranges of
+    elements are removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED`
+    attempts.  The random bits of a stochastic codec depend on the position of an element in the row.  When elements at
+    the beginning of the row are removed, positions are still counted from the old beginning.  The remaining elements
+    thus keep their random bits.
 
-    If ``case`` no longer breaks the claim, the returned violation says that the codec is not deterministic.
+    If the row of ``case`` no longer breaks the claim when it is tried again, the returned violation says that the codec
+    is not deterministic.
     """
     last, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1

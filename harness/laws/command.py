@@ -1,8 +1,9 @@
 """``zeropp check``: tests the laws that codecs (``codecs``) and a user's own methods (``method``) declare.
 
-The exit status is 0 if all laws hold, 1 if a law is broken, and 2 if a codec, method or backend cannot be tried.
-``zeropp run`` calls :func:`check_laws` for the user codecs and methods of a suite.  torch and Hypothesis are imported
-only when a check runs.
+A law is a property, such as an error bound.  A method is a reduction of gradients, or a gather of weights.  The exit
+status is 0 if all laws hold, 1 if a law is broken, and 2 if a codec, method or backend cannot be tried.  ``zeropp run``
+calls :func:`check_laws` for the user codecs and methods of a suite.  torch and Hypothesis are imported only when a
+check runs.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def method(
 
 
 def _method(name: str, arguments: Sequence[str]) -> OwnMethod:
-    """Return the method that the command line names, with its arguments.
+    """Return the user's reduction or gather that the command line names, with its arguments.
 
     Each argument is a text ``NAME=VALUE``.  The value is read as JSON or, if it is no JSON, as a text.
 
@@ -177,7 +178,9 @@ def _method(name: str, arguments: Sequence[str]) -> OwnMethod:
 
 
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """Check the laws of the user codecs and methods that a suite's trials use, before the first trial runs.
+    """Check the laws of the user's own codecs and methods in a suite's trials, before the first trial runs.
+
+    A method is a reduction of gradients, or a gather of weights, that the user has written.
 
     Returns:
         The names of the checked codecs and methods; an empty list if the trials use none.
@@ -234,7 +237,7 @@ def _check_codecs(trials: Sequence[Trial]) -> list[str]:
 
 
 def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
-    """Make a table of outcomes: a row for each subject, a column for each claim."""
+    """Make a table of outcomes: a row for each checked codec, a column for each law or duty."""
     from harness.laws.laws import Duty, title
 
     tried = {claim for by_claim in outcomes.values() for claim in by_claim}
@@ -251,10 +254,10 @@ def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
 
 
 def violation_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """Return lines of text that describe a violation of ``claim`` by ``subject``, for the terminal.
+    """Return lines of text for the terminal that describe how ``subject`` breaks ``claim``, a law or a duty of codecs.
 
-    The lines have the broken claim, the element or byte that breaks it, the row and, if the row was encoded, the frame:
-    the bytes that it was encoded to.
+    The lines have the broken claim, the element or byte that breaks it and the row.  If the row was encoded, they also
+    have the frame: the bytes that the row was encoded to.
     """
     from harness.laws.laws import title
 
@@ -277,7 +280,7 @@ def _more(count: int) -> str:
 
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
-    """Return the implementations to check, and a line of text for each backend that this machine lacks.
+    """Return the implementations of codecs to check, and a line of text for each backend that this machine lacks.
 
     Args:
         texts: Codecs that the user named; if empty, :data:`harness.laws.subject.REPRESENTATIVE`.

@@ -1,7 +1,7 @@
-"""The laws of a user's own gather of weights, tried on ranks that are threads.
+"""Tests a user's own gather of weights, with ranks that run as threads.
 
-Every class that gathers has the duties of :class:`GatherDuty`, and may promise laws of :class:`GatherLaw` as well.
-Each duty and law is tried by real gathers, for forward and for backward, of weights that change from step to step.
+Every such gather has the duties of :class:`GatherDuty`, and may promise laws of :class:`GatherLaw` as well.  Each duty
+and law is tried by real gathers, for forward and for backward passes, of weights that change from step to step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUNDING: Final = 1e-4  # differences that rounding in fp32 explains, relative 
 
 
 class GatherDuty(enum.Enum):
-    """A property that every gather must have."""
+    """A property that every user-defined gather of weights must have; the member's value states it."""
 
     WHOLE = (
         "finish() returns finite elements (P,) in the type of gathered weights, on any topology and shapes"
@@ -46,9 +46,9 @@ class GatherDuty(enum.Enum):
 
 
 class GatherLaw(enum.Enum):
-    """The laws that a gather may promise, with the names of :class:`~impl.policy.own_method.MethodLaw`.
+    """A property that a user-defined gather of weights may promise; the member's value states it.
 
-    The values say what each law means for a gather.
+    The members have the same names as those of :class:`~impl.policy.own_method.MethodLaw`.
     """
 
     SAME_ON_ALL_RANKS = "every rank finds the same weights, bit by bit"
@@ -67,7 +67,8 @@ Calls = Sequence[tuple[int, GatherInfo]]
 def training(steps: int) -> Calls:
     """Return the gathers of ``steps`` training steps: in each step, one for forward and one for backward.
 
-    A gather is (step, :class:`GatherInfo`): the step whose weights are gathered, and what the user's method is told.
+    Each gather is a pair (step, :class:`GatherInfo`).  The weights of this step are gathered, and the GatherInfo is
+    passed to the user's method.
     """
     calls = list[tuple[int, GatherInfo]]()
     for step in range(steps):
@@ -77,10 +78,11 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return ``times`` forward gathers of the same weights, as if an optimizer had stepped between them.
+    """Return ``times`` forward gathers of the same weights, announced as if an optimizer stepped between them.
 
-    A gather is (0, :class:`GatherInfo`): the weights are always those of step 0.  The first GatherInfo says that the
-    weights have been loaded.  Each later one says that an optimizer has stepped, although the weights have not changed.
+    Each gather is a pair (0, :class:`GatherInfo`), since the weights are always those of step 0.  The first GatherInfo
+    tells the user's method that the weights have been loaded.  Each later GatherInfo says that an optimizer has
+    stepped, although the weights have not changed.
     """
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 
@@ -94,10 +96,11 @@ def _gather(gather: OwnGather, case: Case, geometry: UnitGeometry, call: tuple[i
 
 
 def _wholes(own: OwnMethod, case: Case, calls: Calls, *, resumed: int | None = None) -> list[list[Tensor]]:
-    """Make the gathers ``calls`` on all ranks, and return for each rank the gathered weights (P,) of each call.
+    """Run the gathers ``calls`` on all ranks, and return for each rank the gathered weights (P,) of each call.
 
-    With ``resumed``, the user's method is resumed once, as from a checkpoint.  Before call number ``resumed``, counted
-    from 0, a new object of the user's class loads the state of the old object, and makes all further calls.
+    If ``resumed`` is a number, the user's method is resumed once, as from a checkpoint: before call number ``resumed``,
+    counted from 0, a new object of the user's class loads the state of the old object.  The new object makes this call
+    and all later calls.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
 
@@ -257,7 +260,7 @@ def _settles(own: OwnMethod, case: Case) -> None:
 
 
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
-    """Make the gathers ``calls`` on all ranks, and check that the gathered weights are near the exact weights.
+    """Run the gathers ``calls`` on all ranks, and check that the gathered weights are near the exact weights.
 
     ``bounds`` has a number b for each gather:
 
@@ -324,9 +327,9 @@ TRIALS: Final[dict[GatherDuty | GatherLaw, Callable[[OwnMethod, Case], None]]] =
 
 
 def claims_of(own: OwnMethod) -> list[GatherDuty | GatherLaw]:
-    """Return the duties of a gather, and the laws that this method promises.
+    """Return the properties to check for a user's gather: the duties of every gather, then the promised laws.
 
-    The duty ``BYTES`` is left out if the method has no ``bytes()``.
+    The duty ``BYTES`` is left out if the method does not declare, with a function ``bytes()``, how much it sends.
     """
     counts, promised = callable(getattr(own.definition, "bytes", None)), {law.name for law in own.laws}
     duties = [duty for duty in GatherDuty if duty is not GatherDuty.BYTES or counts]

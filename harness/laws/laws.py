@@ -130,13 +130,19 @@ def place(error: BaseException) -> str:
 
 
 def blocks_of(x: Tensor, block: Block) -> Tensor:
-    """Cut a row (S,) into blocks (blocks, size); a short last block is filled up with the row's last element."""
+    """Cut a row (S,) into blocks (blocks, size); a short last block is filled up with the row's last element.
+
+    ``block`` is the number of elements in a block; with ``"shard"``, the whole row is one block.
+    """
     size = x.numel() if block == "shard" else min(block, x.numel())
     return torch.cat([x, x[-1:].expand(-x.numel() % size)]).view(-1, size)
 
 
 def _by_element(by_block: Tensor, block: Block, numel: int) -> Tensor:
-    """Repeat each block's value in ``by_block`` (blocks,) for all elements of the block; returns (``numel``,)."""
+    """Repeat the value of each block for all elements of the block: from (blocks,) to (``numel``,).
+
+    ``block`` is the number of elements in a block; with ``"shard"``, all ``numel`` elements are one block.
+    """
     return by_block.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
 
 
@@ -171,7 +177,11 @@ class _Trip:
 
 
 def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
-    """Encode ``x`` (..., S) and decode it to type ``out``, in buffers that are filled with garbage beforehand."""
+    """Encode ``x`` (..., S), and decode the result to elements of type ``out``.
+
+    A stochastic codec uses the random bits of ``noise``.  The output buffers are filled with garbage beforehand, so
+    that a byte or element that the codec does not write is noticed.
+    """
     size = subject.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
@@ -198,7 +208,7 @@ def _bound(subject: Subject, case: Case) -> None:
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
     """Return the error bounds (S,) fp64 that a codec declares for the elements of ``x``, decoded to type ``out``.
 
-    All elements of a block have the same bound.  It is infinite if the block has an element that is not finite.
+    All elements of a block have the same bound.  The bound is infinite if the block has an element that is not finite.
 
     Raises:
         Violation: If the codec declares a bound that is NaN or minus infinity, or an infinite bound for a block whose
@@ -255,7 +265,7 @@ def _sign(subject: Subject, case: Case) -> None:
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
-    """Check that scaling a row by a power of two scales its decoded elements by the same power.
+    """Check that multiplying a row by a power of two multiplies its decoded elements by the same power of two.
 
     The factor is 2^k, where k is the case's ``power``.  Before the check, the row is normalised: NaN and infinities are
     set to 0, the largest magnitude is brought between 1/2 and 1, and magnitudes below 2^-30 are set to 0.  All numbers
@@ -331,14 +341,14 @@ def _unbiased(subject: Subject, case: Case) -> None:
 
 
 def _frame(subject: Subject, case: Case) -> None:
-    """Check that a codec writes exactly its output, and decodes from nothing but the frame (the encoded row).
+    """Check that a codec writes exactly its output, and that decoding depends on the frame (the encoded row) alone.
 
     The row is encoded and decoded twice, in output buffers filled with different garbage.  Both runs must give the same
-    frame and the same elements.  Encoding must not change the row, decoding must not change the frame, and neither may
+    frame and the same elements.  Encoding must not change the row, and decoding must not change the frame.  Neither may
     write the guard elements that lie before and after each output buffer.
 
-    Then another row is encoded, and the first frame is decoded again.  It must give the same elements as before, since
-    a codec that keeps state between calls would give others.
+    Then another row is encoded, and the first frame is decoded again.  The decoded elements must be the same as before.
+    A codec that keeps state between calls fails this check.
     """
     x, numel = case.x, case.x.numel()
     size, trips = subject.frame_bytes(numel), []
@@ -374,9 +384,9 @@ def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
     """Raise a Violation if the codec wrote beyond its output, into the guards at both ends of ``buffer``.
 
     Args:
-        buffer: The output buffer, with ``_GUARD`` further elements before and after the output.
-        held: The value that the guards were filled with.
-        name: Names the guards in the message, such as ``bytes beyond the frame's 64``.
+        buffer: The output buffer.  It begins and ends with ``_GUARD`` elements that are no part of the output.
+        held: The value that these guard elements were filled with.
+        name: Names the guard elements in the message, such as ``bytes beyond the frame's 64``.
         trip: The round trip, for the Violation.
     """
     guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
@@ -431,10 +441,10 @@ def _local(subject: Subject, case: Case) -> None:
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
-    """Return the frames (5, F) uint8 of five variants of the case's row, for the checks that add up frames.
+    """Encode five variants of the case's row, and return their frames (5, F) uint8.
 
     The variants are the row itself, the reversed row, -0.5 times the row, the row cyclically shifted by one element,
-    and 0.125 times the row.
+    and 0.125 times the row.  Checks of functions that add up frames (encoded rows) use these frames.
     """
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
@@ -442,9 +452,9 @@ def _sources(subject: Subject, case: Case) -> Tensor:
 
 
 def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
-    """Decode ``frames`` (n, F) one by one, and return the sum of their elements, added in the order of the frames.
+    """Decode ``frames`` (n, F) one by one, and return the sum of the decoded rows, added in the order of the frames.
 
-    Each frame decodes to S = ``numel`` elements.  The sum is (S,) fp32 on the subject's device.
+    A frame is an encoded row of ``numel`` elements.  The sum is (``numel``,) fp32 on the subject's device.
     """
     terms = torch.full((len(frames), numel), math.nan, device=subject.device)
     for frame, term in zip(frames, terms, strict=True):
@@ -454,7 +464,7 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
 
 
 def _sum(subject: Subject, case: Case) -> None:
-    """Check that decode_sum gives exactly the sum of the decoded frames, added one by one.
+    """Check that the codec's ``decode_sum`` gives exactly the sum of the decoded frames, added one by one.
 
     Zeros of either sign count as equal, and so do two NaN.  This is checked for 1, 2 and 5 frames (:data:`SOURCES`).
     """
@@ -476,9 +486,9 @@ def _sum(subject: Subject, case: Case) -> None:
 
 
 def _fused(subject: Subject, case: Case) -> None:
-    """Check that decode_sum_encode writes the same bytes as decoding, adding and encoding in separate calls.
+    """Check that ``decode_sum_encode`` writes the same bytes as decoding, adding and encoding in separate calls.
 
-    This is checked for 1, 2 and 5 frames (:data:`SOURCES`).
+    This is checked for 1, 2 and 5 frames, or encoded rows (:data:`SOURCES`).
     """
     assert subject.decode_sum_encode is not None  # noqa: S101  # only subjects with this function have the claim
     numel, frames = case.x.numel(), _sources(subject, case)

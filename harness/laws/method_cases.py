@@ -56,7 +56,7 @@ class Case:
         )
 
     def geometry(self, name: str = "unit") -> UnitGeometry:
-        """Return the layout of the unit, which gets the name ``name``."""
+        """Return the layout of the unit under the name ``name``."""
         specs = [ParameterSpec(f"{name}.{i}", shape) for i, shape in enumerate(self.shapes)]
         group = {"all": 0, "node": self.topology.ranks_per_node, "none": 1}[self.shared]
         world = self.topology.world
@@ -90,7 +90,7 @@ _shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 
 def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
-    """Return a Hypothesis strategy that draws cases; the type of gathered weights is drawn from ``computes``."""
+    """Return a Hypothesis strategy that draws a :class:`Case`, with a type of gathered weights from ``computes``."""
     return st.builds(
         Case,
         topology=_topologies,
@@ -105,11 +105,14 @@ def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
 
 
 class Violation(Exception):  # noqa: N818  # a finding about a method, not an error of this program
-    """Raised when a claim does not hold; the message says where and by how much."""
+    """Raised when a user's reduction or gather lacks a tested property; the message says where and by how much."""
 
 
 def on_ranks(case: Case, body: Callable[[Mesh, Wire], Any]) -> list[Any]:
-    """Run ``body(mesh, wire)`` on each rank, as threads, and return the results in rank order."""
+    """Run ``body(mesh, wire)`` on each rank, as threads, and return the results in rank order.
+
+    ``mesh`` has the rank's process groups, and ``wire`` sends the rank's messages and counts them.
+    """
 
     def rank_main(mesh: Mesh) -> Any:
         wire = Wire(mesh)

@@ -41,7 +41,7 @@ _ROUNDING: Final = (
 
 
 class MethodDuty(enum.Enum):
-    """A property that every method that reduces must have."""
+    """A property that every user-defined reduction must have; the member's value states it."""
 
     MEAN = "finish() returns finite elements (S,) fp32, whatever the topology, the shapes and the gradients"
     ADVANCE = "the mean does not depend on how often advance() is called"
@@ -58,7 +58,7 @@ Claim = MethodDuty | MethodLaw | GatherDuty | GatherLaw
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim, which is a duty or a promised law of a user's method."""
+    """The result of trying one claim (a duty, or a promised law, of a user's method) on many cases."""
 
     cases: int  # number of cases on which the claim was tried
     case: Case | None  # the smallest case found that breaks the claim; None if the claim holds
@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 def claims_of(own: OwnMethod) -> list[Claim]:
     """Return all claims to test for a user's method: its duties, then the laws that it promises.
 
-    The duty ``BYTES`` is left out if the method has no ``bytes()``.
+    The duty ``BYTES`` is left out if the method does not declare, with a function ``bytes()``, how much it sends.
     """
     if role_of(own.definition) == "gather":
         return [*gather_laws.claims_of(own)]
@@ -80,15 +80,15 @@ def claims_of(own: OwnMethod) -> list[Claim]:
 
 
 def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcome:
-    """Try a claim on drawn cases, and look for the smallest case on which it does not hold.
+    """Try a claim on random cases, and look for the smallest case on which the claim does not hold.
 
-    If a rank does not return from the method within :data:`harness.laws.method_cases.SECONDS`, the search ends, since
-    each further case would take as long.
+    A claim is a duty, or a promised law, of a user's method.  If a rank does not return from the method within
+    :data:`harness.laws.method_cases.SECONDS`, the search ends, since each further case is likely to take as long.
 
     Args:
         own: The user's method, with its arguments.
         claim: The duty or law to try.
-        examples: Number of drawn cases.  ``UNBIASED`` is tried on a tenth as many cases.
+        examples: Number of random cases.  ``UNBIASED`` is tried on a tenth as many cases.
         seed: Decides which cases are drawn.
     """
     tried, broken, hung = 0, list[tuple[Case, str]](), list[Case]()
@@ -119,7 +119,7 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
 
 
 def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
-    """Try a claim on one case, and return what is wrong.
+    """Try a claim (a duty, or a promised law, of a user's method) on one case, and return what is wrong.
 
     Returns None if the claim holds.
 
@@ -343,9 +343,10 @@ def _bound(own: OwnMethod, case: Case) -> None:
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
     """Check that the mean of a method's first reduction is close to the exact mean of the gradients.
 
-    Each element may be wrong by ``bound_of(unit) * m``, and in addition by what rounding in fp32 explains.  ``m`` is
-    the mean over ranks of the largest magnitude in the rank's gradient.  For example, if the largest magnitudes of two
-    ranks are 1 and 3, ``m`` is 2.
+    Each element may be wrong by ``bound_of(unit) * m``, and in addition by what rounding in fp32 explains.
+    ``bound_of`` returns the error that the method promises, as a share of ``m``.  To compute ``m``, take the largest
+    magnitude of each rank's gradient, and average these numbers over ranks.  For example, if the largest magnitudes of
+    two ranks are 1 and 3, ``m`` is 2.
 
     With ``per_piece``, the gradients (P,) are cut into as many equal pieces as there are ranks, and ``m`` is computed
     for each piece separately, because each rank reduces one piece.

@@ -1,9 +1,9 @@
 """Makes rows whose elements are hard to round, to check a codec's kernels against the reference.
 
 A codec divides each element by its block's scale, and rounds the quotient to the nearest *level* (a quotient that has a
-code).  The hard elements are those at the tie, halfway between two adjacent levels, and the floats next to the tie.  A
-kernel that multiplies by the reciprocal of the scale, instead of dividing, gets some of these elements wrong.  It gets
-none wrong if the scale is a power of two, so most rows have other scales.
+code).  The hard elements are those at a tie, halfway between two adjacent levels, and the floats next to a tie.  A
+kernel that multiplies by the reciprocal of the scale, instead of dividing, gets some of these elements wrong.  If the
+scale is a power of two, even such a kernel gets all of them right.  Therefore most rows have other scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class Span(NamedTuple):
-    """The extremes of a block, and the scale that the reference computes from them."""
+    """The smallest and the largest element of a block, and the scale that the reference computes from these two."""
 
     low: float  # smallest element; 0 for symmetric codecs
     high: float  # largest element
@@ -54,10 +54,11 @@ def levels(codec: Blocked) -> Tensor:
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
     """Yield rows (S,) of type ``kind`` whose elements lie where the codec's rounding changes; S is below 2400.
 
-    There is one row for each scale in :func:`spans`.  For each two adjacent levels, the row has three elements: the
-    tie between the levels, the next float towards zero, and the next float away from zero.  Before each of these
-    elements, the row repeats the extremes that determine the scale, so that every block of the row gets this scale.
-    A symmetric codec has one extreme, the largest element.  An asymmetric codec has two: the smallest and the largest.
+    There is one row for each scale in :func:`spans`.  A *level* is a value of ``x / scale`` that the codec can
+    represent.  For each two adjacent levels, the row has three elements: the tie (the middle) between the levels, the
+    next float towards zero, and the next float away from zero.  Before each of these elements, the row repeats the
+    extremes that determine the scale, so that every block of the row gets this scale.  A symmetric codec has one
+    extreme, the largest element.  An asymmetric codec has two: the smallest and the largest.
 
     A stochastic codec's rounding does not change at the tie, but at a value that the random bits ``noise`` determine.
     The row has this value in place of the tie.
@@ -74,15 +75,18 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Return the scales for which :func:`edge_rows` makes rows, each with the block's extremes that lead to the scale.
+    """Return the scales for which :func:`edge_rows` makes rows.
+
+    Each entry also has the smallest and the largest element of a block that gets the scale.
 
     - A symmetric codec has one entry for each scale in ``_SCALES``.
     - An asymmetric codec has one entry for each pair of a scale in ``_SCALES`` and an offset in ``_OFFSETS``.
     - Every codec has two more entries: one whose scale is the smallest normal number of type ``kind``, and one whose
       largest element is the largest number of type ``kind``.
 
-    If a block with one of the scales in ``_SCALES`` would exceed the largest number of type ``kind``, all of them are
-    multiplied by 2^-8 first.  Scales of type ``e8m0`` are rounded as the reference rounds them.
+    If the largest element of a block with one of the scales in ``_SCALES`` is above the largest number of type
+    ``kind``, all scales in ``_SCALES`` are multiplied by 2^-8 first.  Scales of type ``e8m0`` are rounded as the
+    reference rounds them.
     """
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
@@ -99,9 +103,9 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
 
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
-    """Return the row that :func:`edge_rows` makes for one scale, before any rotation.
+    """Return the row that :func:`edge_rows` makes for one scale, before any Hadamard rotation.
 
-    Elements beyond the extremes of ``span`` are clamped to the extremes, because they would change the scale.
+    Elements beyond the extremes of ``span`` are clamped to the extremes, because otherwise they change the scale.
     """
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     period, quotients = len(anchors) + 1, levels(codec).repeat_interleave(3)

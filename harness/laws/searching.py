@@ -12,8 +12,9 @@ FEWER: Final = 10
 def search_settings(examples: int, *, costly: bool) -> hypothesis.settings:
     """Return Hypothesis's settings for a search over ``examples`` cases.
 
-    Set ``costly`` if each case takes long.  The search then tries only ``examples`` / 10 cases, but at least 2.  After
-    a case that fails, it does not look for a simpler case that fails too, because this would need many further cases.
+    Set ``costly`` if each case takes long.  The search then tries only ``examples`` / 10 cases, but at least 2.  When a
+    case has failed, a costly search does not look for a simpler case that fails too, because that needs many further
+    cases.
     """
     return hypothesis.settings(
         max_examples=max(2, examples // FEWER) if costly else examples,

@@ -101,7 +101,7 @@ def read(text: str) -> Codec | Subject:
 def user_subject(codec: OwnCodec) -> Subject:
     """Wrap a user's own codec as a :class:`Subject`, so that it can be checked.
 
-    The subject's frame is exactly the bytes that the user's code writes for a row.
+    The subject's frame (encoded row) is exactly the bytes that the user's code writes for a row.
 
     Raises:
         Refusal: If this machine lacks the device that the codec is written for.

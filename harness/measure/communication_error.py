@@ -1,6 +1,8 @@
-"""Measures, in one step, how far communicated gradients and weights are from exact values, for each unit and each hop.
+"""Measures, in one step, the errors of reduced gradients and gathered weights, for each unit and each hop.
 
-- Reduced gradients are compared with the exact mean in fp64 of the ranks' fp32 gradients.  To compute it, ranks
+A unit is a set of parameters that are sent together, and a hop is one exchange of a reduction.
+
+- Reduced gradients are compared with the exact mean in fp64 of the ranks' fp32 gradients.  To compute this mean, ranks
   exchange their gradients uncompressed, in messages that are not counted.  With local steps, gradients are averaged
   only inside a state group (ranks that keep equal weights), and so is the exact mean.
 - Gathered weights are compared with the fp32 master weights.  Each rank compares one shard: that of the next rank.
@@ -43,7 +45,8 @@ REPEATED: Final = 8  # number of reductions of the same gradients, where each re
 class Place(NamedTuple):
     """Identifies a measured error by its step, its purpose (such as ``weights``), its unit and its hop.
 
-    The hop is None for the error of a whole reduction or gather.  The fields have the same meaning as the fields of
+    A unit is a set of parameters that are sent together.  A hop is one exchange of a reduction; it is None for the
+    error of a whole reduction or gather.  The fields have the same meaning as the fields of
     :class:`~harness.records.trial_record.CommunicationError`.
     """
 
@@ -65,11 +68,14 @@ SumsByPlace = dict[Place, Sums]
 
 
 class ReductionObserver(Observer):
-    """Collects the errors of each hop, the local gradients and the mean gradients while this rank reduces gradients.
+    """Collects, while this rank reduces gradients, the local gradients, the mean gradients and the errors of each hop.
+
+    A hop is one exchange of a reduction.
 
     Args:
-        unit: None to observe all units.  With a unit's name, only this unit is observed, and its messages are compared
-            byte by byte with the reference backend's encoding; the errors of hops are then not measured.
+        unit: None to observe all units.  If it is the name of a unit (a set of parameters that are reduced together),
+            only this unit is observed.  Its messages are then compared byte by byte with the reference backend's
+            encoding, and the errors of hops are not measured.
     """
 
     def __init__(self, unit: str | None = None) -> None:
@@ -89,11 +95,11 @@ class ReductionObserver(Observer):
         self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """Add a message's error to the errors of its hop; if only one unit is observed, check the bytes instead.
+        """Add a message's error to the errors of its hop or, if only one unit is observed, check the message's bytes.
 
         Args:
             unit: Name of the unit whose gradients are sent.
-            hop: The hop of the reduction in which the message is sent.
+            hop: The hop (exchange) of the reduction in which the message is sent.
             values: (..., n) exact values of the message.
             frames: (..., F) uint8, the encoded values; None if the values are sent without encoding.
         """
@@ -165,7 +171,8 @@ def gradient_errors(
 ) -> SumsByPlace:
     """Return the errors of this rank's reduced gradients: for each unit, those of the whole reduction and of each hop.
 
-    All ranks must call this.
+    A unit is a set of parameters that are reduced together, and a hop is one exchange of a reduction.  All ranks must
+    call this.
 
     Args:
         step: Index of the step.
@@ -173,7 +180,7 @@ def gradient_errors(
         repeated: How often the same gradients were reduced.  If more than once, the mean of the results is compared
             with the exact mean gradient, and no errors of hops are returned.
         group: The ranks over which gradients are averaged: by default all ranks.  With local steps, pass the ranks of
-            this rank's state group.
+            this rank's state group (the ranks that keep equal weights).
 
     Returns:
         A dict.  Each key (:class:`Place`) stands for a whole reduction or for one hop.  Each value (:data:`Sums`)
@@ -193,7 +200,7 @@ def gradient_errors(
 
 
 def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """Fetch from every rank the part of its local gradient that this rank needs; all ranks must call this.
+    """Fetch the local gradients of all ranks for this rank's part of a unit; all ranks must call this.
 
     Args:
         gradient: (P,) fp32, this rank's local gradient of the whole unit.
@@ -210,9 +217,10 @@ def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
 def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
     """All-gather each unit's weights, and return their squared errors against the fp32 master weights.
 
-    All ranks must call this.  Each rank compares only the next rank's shard of the gathered weights with the next
-    rank's masters.  With hpZ, each unit is gathered a second time, from the secondary copy; the errors of this gather
-    have the purpose ``secondary`` in the result.  If ``only`` names a unit, only this unit is gathered.
+    All ranks must call this.  Each rank compares only one shard of the gathered weights: it compares the next rank's
+    shard with the next rank's master weights.  With hpZ, each unit is gathered a second time, from the secondary copy
+    (hpZ's copy of the weights inside a node).  The errors of this second gather have the purpose ``secondary`` in the
+    result.  If ``only`` names a unit, only this unit is gathered.
     """
     errors: SumsByPlace = {}
     for unit in zero.units:
@@ -233,8 +241,8 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gather all weights twice, as for a forward pass and as for a backward pass; all ranks must call this.
 
-    Call this only inside a rehearsal (:mod:`harness.reference_checks`), which restores the engine's state
-    afterwards, because each gather may change the state of a user's own gather.
+    Each gather may change the state of a user's own gather.  Therefore call this only in a rehearsal
+    (:mod:`harness.reference_checks`), after which the engine's state is restored.
 
     Returns:
         Two dicts from the parameter's name to its fp32 weights: the weights of forward passes, and the weights of
@@ -253,8 +261,8 @@ def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
     """Return a sentence if a user's own gather broke the error bound that its class promises; else None.
 
-    All ranks must call this.  Each rank compares the next rank's shard in ``gathered`` with the next rank's masters.
-    If the policy has no gather of the user's own, None is returned.
+    All ranks must call this.  Each rank compares the next rank's shard in ``gathered`` with the next rank's masters
+    (the fp32 weights that the optimizer steps).  If the policy has no gather of the user's own, None is returned.
 
     Args:
         zero: The engine.
@@ -284,9 +292,10 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """Return a sentence if a unit's gathered weights are closer to the masters than the codec allows; else None.
 
-    This finds weights that were sent in fp32 although the policy asks for a lossy codec.  For comparison, the masters
-    are encoded and decoded here.  Weights are too close if their squared error is less than half of the squared error
-    of these decoded masters.  Both errors are summed over all ranks.  All ranks must call this.
+    Masters are the fp32 weights that the optimizer steps.  This check finds weights that were sent in fp32 although the
+    policy asks for a lossy codec.  For comparison, the masters are encoded and decoded here.  Weights are too close if
+    their squared error is less than half of the squared error of these decoded masters.  Both errors are summed over
+    all ranks.  All ranks must call this.
 
     In these cases the two errors are not compared, and None is returned:
 
@@ -327,8 +336,8 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the next rank's shard of the weights as this rank gathered it, and the exact values of the same elements.
 
-    Both are flat fp32 tensors without padding.  With local steps, only the ranks of a state group have equal weights,
-    so the next rank is taken from this rank's group.
+    Both tensors are flat fp32 tensors without padding.  With local steps, only the ranks of a state group have equal
+    weights, so the next rank is taken from this rank's state group.
 
     Args:
         unit: A unit whose weights are gathered now.
@@ -365,14 +374,14 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 def growth(ranks: int) -> float:
     """Return the largest factor by which a correct engine's vNMSE may grow after the first measured step.
 
-    The factor is half the number of ranks, but at least :data:`GROWTH`.
+    The vNMSE (relative squared error) of a reduction is its squared error, divided by the square of the exact mean
+    gradient.  The factor is half the number of ranks, but at least :data:`GROWTH`.
 
-    The vNMSE of a reduction is its squared error, divided by the square of the exact mean gradient.  It grows even
-    without a fault, because the ranks' gradients become less alike in training.  Let A be the mean over ranks of the
-    squared gradients, and B the square of the mean gradient.  The squared error is proportional to A, and the vNMSE
-    therefore to A / B.  If all ranks have the same gradient, A / B is 1.  If the gradients of n ranks are orthogonal,
-    A / B is n.  In runs without a fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128
-    ranks.
+    The vNMSE grows even without a fault, because the ranks' gradients become less alike in training.  Let A be the mean
+    over ranks of the squared gradients, and B the square of the mean gradient.  The squared error is proportional to A,
+    and the vNMSE therefore to A / B.  If all ranks have the same gradient, A / B is 1.  If the gradients of n ranks are
+    orthogonal, A / B is n.  In runs without a fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and
+    8.8 on 128 ranks.
     """
     return max(GROWTH, ranks / 2)
 
@@ -380,25 +389,26 @@ def growth(ranks: int) -> float:
 def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) -> str | None:
     """Return a sentence on the first measured error that a correct engine cannot have; None if there is no such error.
 
-    The vNMSE (relative squared error) of whole reductions and gathers is checked by two rules.  Errors of single hops
-    are not checked.
+    Two rules check the vNMSE (relative squared error) of whole reductions and gathers.  Errors of single hops are not
+    checked.
 
     Rule 1: a later vNMSE is at most :func:`growth` times the vNMSE of the first measured step.  If this first vNMSE is
     below :data:`BF16_VNMSE`, :data:`BF16_VNMSE` is used in its place.  With a schedule, only steps with the same policy
-    are compared.  Rule 1 is not applied where a correct engine's error may grow more:
+    are compared.  Rule 1 is not applied where a correct engine's error may grow by a larger factor:
 
     - gradients with error feedback or a user's own reduction;
     - weights with a user's own gather;
     - weights or gradients whose codecs a bit budget changes;
-    - weights of a policy that sends differences of weights, in step 0.  Step 0 sends whole weights, so the next
-      measured step counts as the first.  If the policy also has a schedule, rule 1 is not applied to its weights in
-      any step.
+    - weights of a policy that sends differences of weights, in step 0.  Step 0 sends the weights themselves, so the
+      next measured step counts as the first.  If the policy also has a schedule, rule 1 is not applied to its weights
+      in any step.
 
-    Rule 2: the error of hpZ's secondary copy comes from the weights that were copied, and from rounding the copy.  By
-    the triangle inequality, ``sqrt(C) <= sqrt(W) + sqrt(R)``.  C is the vNMSE of the copy, W the vNMSE of the copied
-    weights, and R the vNMSE that rounding alone causes.  Equality occurs if both errors point in the same direction,
-    as in the almost equal weights of a LayerNorm.  Rule 2 is not applied with ``planes`` other than 1, because the copy
-    is then quantised along columns, but the weights of forward passes along rows.
+    Rule 2: the vNMSE of hpZ's secondary copy (its copy of the weights inside a node) is bounded by the two causes of
+    the copy's error.  These are the error of the weights that were copied, and the rounding of the copy.  By the
+    triangle inequality, ``sqrt(C) <= sqrt(W) + sqrt(R)``.  C is the vNMSE of the copy, W the vNMSE of the copied
+    weights, and R the vNMSE that rounding alone causes.  Equality occurs if both errors point in the same direction, as
+    in the almost equal weights of a LayerNorm.  Rule 2 is not applied with ``planes`` other than 1, because the copy is
+    then quantised along columns, but the weights of forward passes along rows.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -459,8 +469,8 @@ def outcomes_differ(policy: Policy) -> bool:
     """Return whether two reductions of the same gradients may give different means.
 
     They may differ if the policy has error feedback, a stochastic codec for gradients, or a user's own reduction.  For
-    such a policy, the harness makes a further measurement in the last measured step: it reduces the same gradients
-    :data:`REPEATED` times, and measures the error of the average result.
+    such a policy, the harness makes one more measurement in the last measured step: it reduces the same gradients
+    :data:`REPEATED` times, and measures the error of the mean of the results.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     if policy.own_reduce is not None:
@@ -481,7 +491,7 @@ def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
 
     ``seed`` and ``repeat`` determine the choice, so that repeats of a trial may check different steps.  The step lies
     in the second half of the trial's ``total`` steps, because a fault that begins during training shows in late steps.
-    It also lies after the ``warmup`` steps and after step 0.
+    The step also lies after the ``warmup`` steps and after step 0.
 
     Returns:
         The index of the step; None if the trial has no such step.

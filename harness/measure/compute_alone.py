@@ -1,6 +1,6 @@
-"""Measures how long a step would take without communication.
+"""Measures how long the computation of a step takes, without any communication.
 
-All ranks run the unsharded model at the same time, so that they compete for cores as in a step, and send nothing.
+All ranks run the unsharded model at the same time and send nothing, so that they compete for cores as in a real step.
 Samples are taken before and after the timed steps, to see whether the machine has slowed down.
 """
 
@@ -55,7 +55,7 @@ def measure(
         make_optimizer: Builds the trial's optimizer for a list of parameters.
         ranks: Number of ranks.  The timed optimizer step updates 1 / ``ranks`` of the model's trained elements.
         when: Whether the samples are taken before or after the timed steps, for the record.
-        count: Number of samples.  A further sample is taken first to warm up, and dropped.
+        count: Number of samples.  One more sample is taken first, to warm up, and is dropped.
 
     Returns:
         ``count`` samples of this rank.

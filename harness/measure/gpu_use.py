@@ -34,8 +34,9 @@ _REASONS: Final = {
 def sees_the_hosts_processes() -> bool:
     """Return whether this process sees the host's process ids, which are the ids that the GPU driver reports.
 
-    In a container, processes have ids of their own, unless the container shares the host's PID namespace.  Returns True
-    on systems without PID namespaces.
+    Only then can the ids of ranks be found among the ids of the processes that use a GPU.  In a container, processes
+    have ids of their own, unless the container shares the host's PID namespace.  Returns True on systems without PID
+    namespaces.
     """
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _HOSTS_NAMESPACE
@@ -44,7 +45,10 @@ def sees_the_hosts_processes() -> bool:
 
 
 class _Gpu:
-    """Takes samples of one GPU, on which ``ranks`` ranks compute; ``nvml`` is the module pynvml."""
+    """Takes samples of one GPU: its power, utilisation, clock and running processes.
+
+    ``nvml`` is the module pynvml, and ``ranks`` the number of ranks that compute on the GPU.
+    """
 
     def __init__(self, nvml: Any, uuid: str, ranks: int) -> None:
         self._count, self._by_number = ranks, sees_the_hosts_processes()

@@ -1,7 +1,7 @@
 """Checks that reduced gradients are as close to the gradient of a single process as the codecs' error bounds promise.
 
-The gradient of a single process is computed by all ranks together: each rank runs its batches through the unsharded
-model, and an fp32 all-reduce, which is not one of the tested messages, averages the gradients.
+All ranks together compute the gradient of a single process.  Each rank runs its batches through the unsharded model,
+and an fp32 all-reduce averages the gradients.  This all-reduce is not one of the tested messages.
 
 Gradients are compared in windows.  A window is a run of consecutive elements that consists of whole quantisation blocks
 of every codec.  An element may differ by ``factor * m``, and in addition by what rounding explains:
@@ -44,7 +44,8 @@ _TINY: Final = 1e-30  # allowed absolute error: far below gradients that matter,
 class GradientError:
     """The worst element of one unit's reduced gradient on one rank, compared with the gradient of a single process.
 
-    The worst element is the one whose difference is the largest share of the difference that is allowed there.
+    A unit is a set of parameters that are reduced together.  Each element has an allowed difference from the single
+    process's gradient.  The worst element is the one whose difference is the largest share of its allowed difference.
     """
 
     unit: str
@@ -80,7 +81,7 @@ class Layout:
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """Join this rank's shards of FSDP2's gradients, given by parameter name, into one row: (1, row) fp32.
 
-        Each shard is padded with zeros to the length that all ranks' shards have.
+        Each shard is padded with zeros, so that a parameter's shards are equally long on all ranks.
         """
         assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # only FSDP2 shards each parameter
         part, specs = self.geometry.part, self.geometry.parameters
@@ -93,7 +94,7 @@ def relative_bound(codec: Codec) -> float:
     Some codecs have only a few scales, at most eight between a number and its double.  A block gets the smallest of
     these scales that suffices for its largest magnitude.  The relative error is largest if this magnitude is slightly
     too large for one scale, because the block then gets the next larger scale.  This function computes the error bound
-    for eight such magnitudes, from just above 1 to just above 1.875, and returns the largest ratio of an error bound to
+    for eight such magnitudes, from just above 1 to just above 1.875.  It returns the largest ratio of an error bound to
     its magnitude.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
@@ -103,10 +104,10 @@ def relative_bound(codec: Codec) -> float:
 def layouts_of(
     units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
 ) -> list[Layout]:
-    """Return a layout for each trained unit, or for each parameter group of FSDP2 that has trained parameters.
+    """Return a :class:`Layout` for each trained unit, or for each parameter group of FSDP2 that has trained parameters.
 
-    A unit or group is left out if its reduction has no error bound, because a codec of the reduction, or a user's own
-    reduction, promises none.
+    A unit is a set of parameters that our engine reduces together.  A unit or group is left out if its reduction has no
+    error bound, because a codec of the reduction, or a user's own reduction, promises none.
 
     Args:
         units: All units or parameter groups; frozen ones are left out.
@@ -125,7 +126,7 @@ def layouts_of(
 
 
 def model_layouts(model: nn.Module) -> list[Layout]:
-    """Return a list with the only layout of a model that DDP trains: all trained parameters in one row.
+    """Return the :class:`Layout` of a model that DDP trains, in a list: all trained parameters in one row.
 
     Each rank holds the whole row, which DDP reduces in fp32.
     """
@@ -162,7 +163,7 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 
 
 def composed(codecs: Sequence[Codec]) -> float:
-    """Return the relative error bound of a reduction whose hops use ``codecs``, one after the other.
+    """Return the relative error bound of a reduction whose hops (exchanges) use ``codecs``, one after the other.
 
     Each element of the mean gradient is wrong by at most the returned factor times ``m``.  To compute ``m``, take the
     run of consecutive elements (the window) in which the element lies, find the largest magnitude of each rank's
@@ -219,8 +220,8 @@ class FirstGradient:
     def average(self) -> None:
         """Average the added gradients over all ranks or, with local steps, over this rank's state group.
 
-        With local steps, ranks form state groups, which train apart from each other.  The field ``ranks`` is the number
-        of ranks in a state group, or 0 without local steps.  All ranks must call this.
+        With local steps, ranks form state groups, which train apart from each other.  The number of ranks in a state
+        group is the field ``ranks``; without local steps this field is 0.  All ranks must call this.
         """
         for _, means in self._drawn.values():
             if self.ranks:
@@ -233,6 +234,8 @@ class FirstGradient:
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
         """Compare this rank's reduced gradient with the single process's gradient, and return the worst element.
 
+        The worst element is the one whose difference is the largest share of its allowed difference.
+
         Args:
             layout: The layout of the unit or parameter group whose gradient is compared.
             first: Index in the layout of the first row of ``rows``.
@@ -240,8 +243,8 @@ class FirstGradient:
             scale: The loss scale.
 
         Returns:
-            The element whose difference is the largest share of the allowed difference.  None if ``rows`` contains
-            none of the chosen windows, or if the single process's gradient is not finite.
+            The worst element.  None if ``rows`` contains none of the windows that were chosen at random, or if the
+            single process's gradient is not finite.
         """
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
@@ -262,8 +265,9 @@ class FirstGradient:
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
     """Cut each row of ``rows`` into windows, and return the windows at the indices ``numbers``: (n, window) on the CPU.
 
-    The last window of a row is padded with zeros.  Windows are selected on the device of ``rows``, so that only these
-    windows are copied from a GPU.  Copying all gradients of a large model would take longer than a step.
+    A window is a run of consecutive elements; the last window of a row is padded with zeros.  Windows are selected on
+    the device of ``rows``, so that only these windows are copied from a GPU.  Copying all gradients of a large model
+    takes longer than a step.
 
     Args:
         layout: Gives the number of elements in a row and in a window.

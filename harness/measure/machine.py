@@ -1,4 +1,4 @@
-"""Collects facts about the machine and the code for records, and computes the pool key from these facts.
+"""Collects facts about the machine and the code for records, and computes the pool key: a hash of these facts.
 
 Records with the same pool key come from equal machines and equal code, so that their times can be compared.  Facts
 contain no host names and no paths, since records are published.
@@ -67,12 +67,12 @@ def boot(path: Path = BOOT_ID) -> str | None:
 
 
 def identity() -> str:
-    """Return a text that identifies the host of a calibration: processor, cores and kernel."""
+    """Return a text that identifies this host in a machine file: its processor, number of cores and kernel."""
     return f"{_cpu_model()}, {cores()} cores, {platform.system()} {platform.release()}"
 
 
 def code() -> dict[str, Any]:
-    """Return the identity of the code, ready for JSON.
+    """Return facts that identify the code that runs, ready for JSON.
 
     The keys are ``version`` (of the package), ``commit``, ``dirty`` (whether tracked files differ from the commit),
     ``source`` (:func:`source_digest`) and ``kernels`` (the identity of the compiled C++ kernels).  ``commit`` and
@@ -103,7 +103,8 @@ def source_digest(root: Path = ROOT) -> str:
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
     """Return a hash, 12 hex digits, of everything that must be equal in two records before they are evaluated together.
 
-    This is the hardware, the kernel, the GPU driver, Python, torch, our sources and the compiled C++ kernels.
+    ``machine`` comes from :func:`facts` and ``code`` from :func:`code`.  Of these two, the hash covers the hardware,
+    the kernel, the GPU driver, Python, torch, our sources and the compiled C++ kernels.
     """
     facts = {name: machine.get(name) for name in MUST_AGREE}
     facts["torch"] = machine.get("packages", {}).get("torch")
@@ -145,7 +146,7 @@ def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict
 
     The bytes come from the ports' counters ``port_xmit_data``, which are in units of 4 bytes (Linux,
     sysfs-class-infiniband).  Ports without a readable counter are left out.  ``only`` names the adapters to read; if it
-    is empty, all are read.
+    is empty, all adapters are read.
     """
     sent = {}
     for name in hcas(devices):

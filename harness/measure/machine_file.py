@@ -70,9 +70,12 @@ def write(path: Path, machine: Machine) -> None:
 
 
 def check_host(path: Path, machine: Machine, host: str) -> None:
-    """Raise a Refusal unless the machine was calibrated on ``host`` within the last :data:`STALE_DAYS` days.
+    """Check that a machine's description was measured on ``host``, at most :data:`STALE_DAYS` days ago.
 
-    ``path`` is the machine's file, for the message.
+    ``path`` is the file of the description, for the message.
+
+    Raises:
+        Refusal: If the description was not measured, was measured on another host, or is older.
     """
     again = "run zeropp calibrate here, or leave --machine out"
     if not machine.host:

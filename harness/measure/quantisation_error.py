@@ -1,7 +1,7 @@
 """Measures the errors of integer codecs, and the bytes of lossless codecs, on a trial's weights and mean gradients.
 
-Each rank encodes and decodes its own shards once with each codec.  Shards and frames are not sent; only sums and maxima
-are exchanged.
+Each rank encodes and decodes its own shards once with each codec.  Neither the shards nor the encoded shards are sent;
+ranks exchange only sums and maxima.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 def measure(zero: Zero) -> list[QuantisationError]:
     """Return the error of each integer codec on each unit's weights and mean gradient, over all ranks.
 
-    The codecs combine each number of bits in :data:`BITS` with each block size in :data:`BLOCKS`, for example 4 bits
-    with blocks of 256 elements.  All ranks must call this.  Tensors that contain only zeros are left out.
+    A unit is a set of parameters that ``zero``, the engine, gathers and reduces together.  The codecs combine each
+    number of bits in :data:`BITS` with each block size in :data:`BLOCKS`, for example 4 bits with blocks of 256
+    elements.  All ranks must call this.  Tensors that contain only zeros are left out.
     """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     errors = []
@@ -51,8 +52,9 @@ def measure(zero: Zero) -> list[QuantisationError]:
 def measure_lossless(zero: Zero) -> list[LosslessSize]:
     """Return how many bytes each unit's weights and mean gradient take when they are compressed without loss.
 
-    Each tensor is compressed twice: in fp32, and after a cast to bf16.  The error of this cast is the field ``vnmse``
-    of the result.  The bytes are summed over the shards of all ranks.  Tensors that contain only zeros are left out.
+    A unit is a set of parameters that ``zero``, the engine, gathers and reduces together.  Each tensor is compressed
+    twice: in fp32, and after a cast to bf16.  The error of this cast is the field ``vnmse`` of the result.  The bytes
+    are summed over the shards of all ranks.  Tensors that contain only zeros are left out.
 
     The compressor is zstd, or zlib if zstd is not installed.  All ranks must call this, and either all of them must
     have zstd or none.

@@ -1,7 +1,7 @@
 """Describes the environment of a run, for a file that is written beside the run's records.
 
-The description has what is needed to repeat the run: the machine, the changes of the checkout against its commit, all
-packages, and the environment variables that affect speed or results.
+The description has what is needed to repeat the run: the machine, the difference between the checkout and its commit,
+all packages, and the environment variables that affect speed or results.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def identity() -> dict[str, Any]:
     """Return a description of this node: its machine, sources, installed software and environment variables.
 
     Returns:
-        A :class:`~harness.records.run_record.Node` as JSON, which can be sent to other nodes and written into the file
-        of the run.
+        A :class:`~harness.records.run_record.Node` as a dict for JSON, which can be sent to other nodes and written
+        into the file of the run.
     """
     return Node(
         machine=machine.facts(),
@@ -95,10 +95,10 @@ def libraries() -> dict[str, str]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the environment variables that affect speed or results, such as ``NCCL_*`` and ``OMP_*``.
+    """Select from ``environment`` the variables that affect speed or results, such as ``NCCL_*`` and ``OMP_*``.
 
-    Values are cut after 1000 characters.  If a variable's name looks like the name of a secret, its value is
-    :data:`HIDDEN`.
+    Values are cut after 1000 characters.  If a variable's name looks like the name of a secret, its value is replaced
+    with :data:`HIDDEN`.
     """
     return {
         name: HIDDEN if _SECRET.search(name) else value.encode(errors="replace").decode()[:_LONGEST]
@@ -108,9 +108,9 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def changes(root: Path = machine.ROOT) -> Changes | None:
-    """Return the difference between the checkout and its commit, including new source files.
+    """Return the difference between the checkout ``root`` and its commit, including new source files.
 
-    Returns None if there is no difference, or no git checkout.
+    Returns None if there is no difference, or if ``root`` is no git checkout.
     """
     patch = machine.git(root, *_DIFF, "HEAD") or b""
     new = machine.git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES)

@@ -46,7 +46,7 @@ class _Instant:
     def since(self, earlier: _Instant) -> float:
         """Return the seconds from ``earlier`` to this instant.
 
-        With a GPU, the seconds are those between the two CUDA events, both of which the GPU must have reached already.
+        With a GPU, these are the seconds between the two CUDA events.  The GPU must have reached both events already.
         """
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
@@ -57,17 +57,18 @@ class StepClock:
     """Times each step and its parts, in wall-clock and CPU seconds.
 
     On a GPU, the parts of a step (such as ``forward``) are timed by CUDA events in the current stream, which are read
-    at the end of the step.  The host therefore does not wait for the GPU between two parts.  It does wait for the GPU
-    at the beginning and end of each step.  These two times are read from :attr:`witness`, a second clock that also
-    measures the time between steps.
+    at the end of the step.  The host therefore does not wait for the GPU between two parts.  The host does wait for the
+    GPU at the beginning and end of each step.  The times of beginning and end are read from :attr:`witness`, a second
+    clock that also measures the time between steps.
 
     Args:
-        mark_exposed: A function that marks the moment at which it is called, and returns a second function.  The second
-            function returns the seconds that the rank had waited for messages until the marked moment.  An example is
-            :meth:`impl.comm.wire.Wire.mark_exposed`.  The clock calls ``mark_exposed`` at the beginning and end of each
-            part, and the second functions at the end of the step.  ``mark_exposed`` returns None if the waits are not
-            known, as when DDP, FSDP2 or DeepSpeed sends the messages itself.
-        device: Device on which the steps run.
+        mark_exposed: A function without arguments, by which the clock measures waits for messages.  A call of it marks
+            the present moment, and returns a second function.  The second function returns the seconds that the rank
+            had waited for messages until the marked moment.  The clock calls ``mark_exposed`` at the beginning and end
+            of each part, and the second functions at the end of the step.  ``mark_exposed`` returns None if the waits
+            are not known, as when DDP, FSDP2 or DeepSpeed sends the messages itself.  An example is
+            :meth:`impl.comm.wire.Wire.mark_exposed`.
+        device: Device on which the steps run; by default the CPU.
     """
 
     def __init__(
@@ -138,7 +139,10 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Timed:
-    """A part of a step; with a GPU, its seconds are known only once the GPU has reached the end of the part."""
+    """A part of a step.
+
+    With a GPU, the seconds of the part are known only when the GPU has reached the part's end.
+    """
 
     name: Part
     start: _Instant

@@ -1,7 +1,7 @@
-"""Computes an unsharded model's loss with the weights that a sharded engine computes with.
+"""Computes the loss of an unsharded model with the weights with which a sharded engine computes.
 
-These are weights that went through the engine's codecs.  The context managers here change the weights of an unsharded
-model in place and restore them afterwards.
+The engine's weights have been encoded and decoded by its codecs.  Some context managers of this module give an
+unsharded model such weights in place, and restore the former weights afterwards.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Give an unsharded fp32 model the weights that ranks would all-gather, while the body of ``with`` runs.
+    """Give an unsharded fp32 model the weights as ranks all-gather them, while the body of ``with`` runs.
 
     These are the model's weights after encoding and decoding.  Afterwards the former weights are restored.
 
@@ -63,7 +63,7 @@ def as_gathered(
         model: The unsharded model, whose weights are the engine's fp32 master weights.
         policy: The policy, whose codecs for weights are applied.  If forward passes gather hpZ's secondary copy of the
             weights, the codec of this copy is applied too.
-        units: Units or parameter groups of the model.  Each of their shards is encoded by itself.
+        units: Units of our engine, or parameter groups of FSDP2.  Each of their shards is encoded by itself.
         clock: Decides the random bits of stochastic codecs.
     """
     with _restored(model.named_parameters()):
@@ -74,15 +74,15 @@ def as_gathered(
 def quantise(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> None:
-    """Replace an unsharded fp32 model's weights by the weights that ranks would all-gather, and do not restore them.
+    """Replace an unsharded fp32 model's weights by the weights as ranks all-gather them, and do not restore them.
 
-    These are the weights after encoding and decoding.
+    The new weights are the model's weights after encoding and decoding.
 
     Args:
         model: The unsharded model, whose weights are the engine's fp32 master weights.
         policy: The policy, whose codecs for weights are applied.  If forward passes gather hpZ's secondary copy of the
             weights, the codec of this copy is applied too.
-        units: Units or parameter groups of the model.  Each of their shards is encoded by itself.
+        units: Units of our engine, or parameter groups of FSDP2.  Each of their shards is encoded by itself.
         clock: Decides the random bits of stochastic codecs.
     """
     parameters = dict(model.named_parameters())
@@ -96,11 +96,16 @@ def quantise(
 def by_columns(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
 ) -> dict[str, Tensor]:
-    """Return, by the parameter's name, the weights that backward passes compute with if ``policy.planes`` is not 1.
+    """Return, by the parameter's name, the weights of backward passes if forward passes have other weights.
 
-    Backward passes then compute with weights that are quantised in blocks along columns, and forward passes with
-    weights that are quantised in blocks along rows.  If ``policy.planes`` is 1, both passes compute with the same
-    weights, and an empty dict is returned.
+    They differ if ``policy.planes`` is not 1.  Backward passes then compute with weights that are quantised in blocks
+    along columns, and forward passes with weights that are quantised in blocks along rows.  If ``policy.planes`` is 1,
+    both passes compute with the same weights, and an empty dict is returned.
+
+    Args:
+        model: The unsharded model, whose weights are the engine's fp32 master weights.  It is not changed.
+        policy: The policy, whose codec for weights is applied.
+        units: Units of our engine, or parameter groups of FSDP2.
     """
     if policy.planes == 1:
         return {}
@@ -115,7 +120,7 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters other values while the body of ``with`` runs, and restore them afterwards.
+    """Give parameters of a model the values ``values`` while the body of ``with`` runs, and restore them afterwards.
 
     ``values`` has the new values by the parameter's name.  autograd does not notice the change.
     """
@@ -129,7 +134,7 @@ def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
     """Return a model that computes in the trial's precision.
 
     In fp32 this is ``model`` itself, otherwise a copy.  For DDP and the single process, the copy computes under
-    autocast.  For sharded engines, the copy's parameters and inputs are cast, as these engines do.
+    autocast.  For sharded engines, the copy's parameters and inputs are cast, as these engines cast them.
     """
     policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
     if policy.compute == "fp32":
@@ -156,8 +161,9 @@ def packed(
 ) -> Tensor:
     """Copy values, given by parameter name, into a tensor (ranks, shard) fp32, laid out as a unit or parameter group.
 
-    Row r holds what rank r's shard would hold.  Padding, and parameters without a value, are zeros.  The result is on
-    ``device``, by default on the device of the values.
+    ``geometry`` describes a unit of our engine or a parameter group of FSDP2.  Row r has the elements of rank r's
+    shard.  Padding, and parameters whose value is None, are zeros.  The result is on ``device``, by default on the
+    device of the values.
     """
     if device is None:
         device = next((value.device for value in values.values() if value is not None), None)
@@ -178,7 +184,7 @@ def padded(value: Tensor | None, numel: int) -> Tensor:
 
 
 def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name, and the view of ``whole`` (ranks, shard) in which the parameter lies.
+    """Yield each parameter's name, and the view of ``whole`` (ranks, shard) in which the parameter's elements lie.
 
     In a parameter group of FSDP2, the view includes the parameter's padding.
     """
@@ -224,8 +230,9 @@ def _encode_and_decode(
 ) -> None:
     """Encode and decode parameters in place, shard by shard, with the reference backend.
 
-    If ``rows`` is not 0, the codec's blocks run along columns.  To this end each matrix is cut into bands of ``rows``
-    rows, and each band is transposed before encoding and transposed back after decoding.
+    If ``rows`` is not 0, the codec's blocks run along columns: each matrix is cut into bands of ``rows`` rows, and each
+    band is transposed before encoding and transposed back after decoding.  ``clock`` decides the random bits of
+    stochastic codecs.
     """
     if isinstance(codec, Raw):  # the result of a cast does not depend on where an element lies in its shard
         for name in _names(geometry):

@@ -1,7 +1,8 @@
 """Packs a suite's records into one compressed file, a plain ``tar.xz``, and unpacks it.
 
-The archive holds the suite's results folder without report and logs: the records of trials, the files of their runs
-(``runs/``), traces and the journal.  The same records always give the same bytes, so that an archive can be committed.
+The archive holds the suite's results folder without report and logs: the records of trials, descriptions of the runs in
+which the trials ran (``runs/``), traces and the journal (one line for each written record).  The same records always
+give the same bytes, so that an archive can be committed.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _CHUNK: Final = 1 << 16
 def pack(folder: Path, into: Path, name: str = "") -> Path:
     """Pack a results folder into the archive ``<into>/<name>.tar.xz``, and return the path of the archive.
 
-    The archive holds the folder's records, descriptions of runs (``runs/``), traces and journal.  In the archive, they
-    lie in a folder that is called ``name`` too; by default ``name`` is the name of the results folder.
+    The archive holds the folder's records, descriptions of runs (``runs/``), traces and journal.  In the archive, these
+    files lie in a folder that is also called ``name``; by default ``name`` is the name of the results folder.
 
     Raises:
         RecordError: If the folder holds no records, or more files or bytes than an archive may have.  Also if a file
-            cannot be read, is too large, or is not named as records, runs and traces are.
+            cannot be read, is too large, or has a name that an archive does not allow.
     """
     name = name or Path(os.path.abspath(folder)).name  # noqa: PTH100  # resolve() would follow a link
     files = sorted(folder.glob("*.json"))
@@ -123,7 +124,7 @@ def _extract(archive: Path, suite: str, staging: Path) -> None:
 
     Raises:
         RecordError: If the archive holds too many entries, or too many bytes.
-        _OtherEntryError: If an entry is not a record, run, trace or journal of ``suite``, or is too large.
+        _OtherEntryError: If an entry is no record, run, trace or journal of ``suite``, or is too large.
     """
     regular_file.status(archive)
     count = total = 0
@@ -147,10 +148,11 @@ def _extract(archive: Path, suite: str, staging: Path) -> None:
 
 
 def _merge(archive: Path, staging: Path, folder: Path) -> None:
-    """Move the unpacked files from ``staging`` into the suite's folder.
+    """Move the unpacked files of ``archive`` from the folder ``staging`` into the suite's folder ``folder``.
 
     Raises:
-        RecordError: If the folder has records or lines of the journal that the archive lacks; no file is then moved.
+        RecordError: If the suite's folder has records or lines of the journal that the archive lacks.  In this case no
+            file is moved.
     """
     fresh = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
     if others := sorted({path.relative_to(folder) for path in folder.glob("*.json")} - fresh):

@@ -1,6 +1,7 @@
 """Defines the record of ``zeropp bench``: the raw seconds of every round, one JSON file per run.  No torch.
 
-The record is the counterpart of :mod:`harness.records.trial_record`.  Reports compute rates and ratios from it.
+In each round, a candidate (such as a codec) is timed next to the reference that it is compared with.  Reports compute
+rates and ratios from these seconds.  :mod:`harness.records.trial_record` is the counterpart for trials.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 class Sample(BaseModel, extra="forbid", frozen=True):
     """Seconds of one candidate, such as a codec, and of the reference that it is compared with, such as a copy.
 
-    Both are timed in every round, so that slow changes of the machine's speed cancel in the ratio of the two.
+    Candidate and reference are timed in every round, so that slow changes of the machine's speed cancel in the ratio of
+    the two.
     """
 
     kind: Kind
@@ -57,7 +59,8 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     def place(self) -> tuple[Any, ...]:
         """The cluster on which the sample was timed: (nodes, ranks per node, rate of the link between nodes).
 
-        The rate is in Mbit/s, and None if the link is unshaped.  All three are None for codecs, which need no cluster.
+        The rate is in Mbit/s, and None if the link's rate is not limited.  All three are None for codecs, which need no
+        cluster.
         """
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 

@@ -1,6 +1,6 @@
 """Reads the JSON files that pytest-benchmark writes (``tox -e bench``).  No torch.
 
-The format is pytest-benchmark's own; only the fields that report pages show are checked.
+The format is pytest-benchmark's own.  Of its fields, only those that report pages show are checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Timed(BaseModel, frozen=True):
         return self.fullname or self.name
 
     def noted(self, key: str) -> float | None:
-        """Return the number that the test noted under ``key``; None if there is none or it is not finite."""
+        """Return the number in ``extra_info`` that the test noted under ``key``.
+
+        Returns None if there is no such number, or if it is not finite.
+        """
         value = self.extra_info.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None
@@ -65,7 +68,10 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def holds(folder: Path) -> bool:
-    """Return whether a folder holds files of pytest-benchmark.  Only the first readable JSON file is examined."""
+    """Return whether a folder holds files of pytest-benchmark.
+
+    Only the first JSON file that can be read is examined.
+    """
     for path in paths_in(folder):
         with suppress(OSError, ValueError, RecursionError, TypeError):
             return {"benchmarks", "machine_info"} <= set(json.loads(regular_file.read_text(path)))

@@ -1,9 +1,9 @@
-"""Keeps a suite's journal: one line for each record that a sweep writes, chained by hashes.
+"""Keeps a suite's journal: one line for each record that is written, chained by hashes.
 
 Each line holds the SHA-256 of the line before it, so that no line can be removed or changed unnoticed.  A report
-compares the records with the journal (:func:`verify`).  It names records that were deleted or edited, even if the
-edited record has a new digest.  It also names trials that were run again although they had a result.  The journal thus
-reveals mistakes, and it reveals results that were discarded after somebody had seen them.  It does not reveal that
+compares the records with the journal (:func:`verify`).  The report names records that were deleted or edited, even if
+the edited record has a new digest.  It also names trials that were run again although they had a result.  The journal
+thus reveals mistakes, and it reveals results that were discarded after somebody had seen them.  It does not reveal that
 somebody has written a whole new journal with this program.
 
 A record is written first, and then its line.  If a run is killed between the two, or the disk is full, the record's
@@ -38,7 +38,7 @@ LEFT_OUT_AT_FIRST: Final = _LEFT_OUT - {"margin"}
 
 
 class Entry(BaseModel, extra="forbid", frozen=True):
-    """One line of the journal."""
+    """One line of the journal, which describes one record."""
 
     number: int  # of the line, from 0
     trial: str  # id of the record's trial
@@ -52,9 +52,9 @@ def content_of(record: Record, left_out: AbstractSet[str] = _LEFT_OUT) -> str:
 
     Two kinds of fields are not hashed:
 
-    - Those in ``left_out``.  By default these are ``digest``, ``role``, ``answer`` and ``margin``.  The last three
-      follow from the suite's question, and change with it.
-    - Those that hold their default value, because a later version of the schema may have added them.
+    - The fields named in ``left_out``.  By default these are ``digest``, ``role``, ``answer`` and ``margin``.  The last
+      three follow from the suite's question, and change with it.
+    - The fields that hold their default value, because a later version of the schema may have added them.
     """
     return digest_of(json.loads(record.model_dump_json(exclude=set(left_out), exclude_defaults=True)))
 
@@ -69,12 +69,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a record, and then append its line to the journal.
+    """Write a record, and then append the record's line to the journal.
 
     The line has the hash of the record's content, and the hash of the line before it.
 
     Returns:
-        The record as written: its ``entry`` is the number of its line.
+        The record as written.  Its field ``entry`` is the number of its line.
 
     Raises:
         RecordError: If the record or the journal cannot be written.
@@ -89,8 +89,8 @@ def append(results: Path, record: Record) -> Record:
 def complete(results: Path) -> None:
     """Add the line of the last record to the journal, if an earlier run ended before it wrote this line.
 
-    A run writes a record first, and then its line.  The journal stays as it is if no line is missing.  It also stays as
-    it is if further lines are missing, or if one of its lines is wrong.
+    A run writes a record first, and then the record's line.  The journal stays as it is if no line is missing, if
+    several lines are missing, or if one of its lines is wrong.
 
     Raises:
         RecordError: If the journal cannot be read or written.
@@ -104,10 +104,10 @@ def complete(results: Path) -> None:
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
     """Return the record whose line the journal lacks because a run was killed before it wrote the line.
 
-    A killed run leaves at most one record without a line, and this line would be the next line of the journal.  If no
-    line is missing, None is returned.  None is also returned if somebody has shortened or edited the journal.  Signs of
-    this are that several lines are missing, that the missing line would not be the next one, or that a line is invalid
-    or lacks the hash of the line before it.
+    A killed run leaves at most one record without a line, and this line is to be the next line of the journal.  Returns
+    None if no line is missing.  Also returns None if there are signs that somebody has shortened or edited the journal:
+    several lines are missing, the missing line is not the next one, or a line is invalid or lacks the hash of the line
+    before it.
 
     Args:
         lines: The lines of the journal.
@@ -120,7 +120,7 @@ def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | N
 
 
 def _line(lines: Sequence[str], record: Record) -> str:
-    """Return the line that is to be appended to the journal for a record; ``lines`` are the journal's lines so far."""
+    """Return the line for ``record`` that is to be appended to the journal, whose lines so far are ``lines``."""
     return Entry(
         number=len(lines),
         trial=record.id,
@@ -142,7 +142,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
         records: The folder's records.
 
     Returns:
-        A sentence for each kind of mismatch, such as records that were edited.  The list is empty if there is none.
+        A sentence for each kind of mismatch, such as records that were edited; an empty list if there is no mismatch.
 
     Raises:
         RecordError: If the journal cannot be read.

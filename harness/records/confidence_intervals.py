@@ -5,13 +5,13 @@ The formulas are in docs/reference/metrics.md.
 An interval needs at least :data:`FEWEST` measured values (or pairs of values, for ratios).  Values that other programs
 disturbed may be left out, as long as :data:`FEWEST_UNDISTURBED` remain.
 
-Times depend on the *occasion* at which they were measured, because values of one occasion share the machine's state.  A
-new occasion begins when the machine is booted, and after a pause of more than an hour between runs.
+Times depend on the *occasion* at which they were measured, because values of one occasion share the machine's state.
+A new occasion begins when the machine is booted, and after a pause of more than an hour between runs.
 
-- If all values are from one occasion, the interval is computed from them, and is valid for this occasion only.
-- If they are from several occasions, the mean or median of each occasion counts as one value.  An interval of a median
-  then needs :data:`FEWEST` (six) occasions.  Five are too few, because the true median lies outside the range of five
-  values in more than 5 % of samples.
+- If all values are from one occasion, the interval is computed from these values, and is valid for this occasion only.
+- If the values are from several occasions, the mean or median of each occasion counts as one value.  An interval of a
+  median then needs :data:`FEWEST` (six) occasions.  Five are too few, because the true median lies outside the range of
+  five values in more than 5 % of samples.
 
 With too few values or occasions, the ends of the interval are NaN, and :attr:`Interval.why_none` gives the reason.
 """
@@ -58,7 +58,7 @@ class Interval:
 
     @property
     def why_none(self) -> str:
-        """Why there is no interval, such as ``n = 3: no interval; six are needed``; empty if there is one."""
+        """Why there is no interval, such as ``n = 3: no interval; six are needed``; empty if there is an interval."""
         if self.n > 0 and self.n + self.left_out < FEWEST:
             return f"n = {self.n}: no interval; {_NUMERALS[FEWEST]} are needed"
         if self.n > 0 and not enough(self.n, self.left_out):
@@ -77,7 +77,8 @@ class Interval:
     def within_start(self) -> bool:
         """Whether all values are of one occasion, so that the interval is valid for this occasion only.
 
-        False if there is no interval.
+        An occasion is one start of one machine, with pauses of at most an hour between runs.  False if there is no
+        interval.
         """
         return self.known and self.occasions == 1
 
@@ -85,8 +86,9 @@ class Interval:
     def over(self) -> str:
         """A text to print next to the interval: the number of occasions of its values, such as ``3 occasions``.
 
-        With one occasion the text is ``within this start``, since the interval says nothing about later starts of the
-        machine.  The text is empty if there is no interval, or if the values do not depend on the occasion.
+        An occasion is one start of one machine, with pauses of at most an hour between runs.  With one occasion the
+        text is ``within this start``, since the interval says nothing about later starts of the machine.  The text is
+        empty if there is no interval, or if the values do not depend on the occasion.
         """
         if not self.known or not self.occasions:
             return ""
@@ -94,7 +96,7 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """Relative width of the interval's upper half: ``high / estimate - 1``; NaN without an interval."""
+        """Relative width of the interval above the estimate: ``high / estimate - 1``; NaN without an interval."""
         return self.high / self.estimate - 1
 
     def contains(self, value: float) -> bool:
@@ -117,13 +119,13 @@ def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     The further run takes place at a new occasion: after the machine was booted, or after a pause of more than an hour.
     The confidence interval ``interval`` of the measured values is widened:
 
-    - If the values are from n > 1 occasions, its width is multiplied by sqrt(1 + n).  With 3 occasions, it doubles.
+    - If the values are from n > 1 occasions, the width is multiplied by sqrt(1 + n).  With 3 occasions, it doubles.
     - If the values are from one occasion, the ends are NaN, since one occasion says nothing about other occasions.
     - If the values do not depend on the occasion, they count as one run, and the width is multiplied by sqrt(2).
 
     Args:
         interval: The confidence interval of the measured values.
-        ratio: Whether the values are ratios; if so, the interval of their logarithms is widened.
+        ratio: Whether the values are ratios.  If so, the interval of their logarithms is widened.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)
@@ -150,9 +152,9 @@ def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]])
 
     A new occasion begins when the machine is booted, and after a pause of more than an hour.
 
-    The ratio may depend on a covariate that differs between occasions, such as the speed of the machine.  If it does,
-    the result is Student's prediction interval around a regression line, at the mean of the covariate.  These are the
-    steps:
+    The ratio may depend on a covariate that differs between occasions, such as the speed of the machine.  If the ratio
+    does, the result is Student's prediction interval around a regression line, at the mean of the covariate.  These are
+    the steps:
 
     1. If there are fewer than four occasions, or fewer than three different values of the covariate, no line is used.
     2. A straight line over the covariate is fitted to the logarithms of the ratios.
@@ -214,7 +216,7 @@ def median_interval(values: Sequence[float], occasions: Sequence[int] | None = N
 
 
 def _coverage(n: int, d: int) -> float:
-    """Return the probability that the median lies between the d-th smallest and d-th largest of ``n`` values."""
+    """Return the probability that the true median lies between the d-th smallest and d-th largest of ``n`` values."""
     return 1.0 - 2.0 * sum(math.comb(n, below) for below in range(d)) / 2.0**n
 
 
@@ -224,7 +226,7 @@ def paired_ratio_interval(
     occasions: Mapping[_Key, int] | None = None,
     left_out: int = 0,
 ) -> Interval:
-    """Return the geometric mean of paired ratios with its interval, by Student's t on their logarithms.
+    """Return the geometric mean of paired ratios with its 95 % confidence interval, by Student's t on their logarithms.
 
     Args:
         above: Positive numerators by key.
@@ -249,7 +251,7 @@ def paired_ratio_interval(
 def geometric_interval(
     values: Sequence[float], occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the geometric mean of positive values with its interval, by Student's t on their logarithms.
+    """Return the geometric mean of positive values with its 95 % interval, by Student's t on their logarithms.
 
     Args:
         values: At least one value.
@@ -271,11 +273,11 @@ def product_interval(left: Interval, right: Interval) -> Interval:
     The method is MOVER, the method of variance estimates recovery (Zou and Donner, Statistics in Medicine 27 (2008),
     1693), on logarithms.  Let a and b be the distances of the two factors' lower ends from their estimates.  Then the
     product's lower end lies sqrt(a**2 + b**2) below the product's estimate.  The upper end is computed in the same way.
-    A factor whose ends equal its estimate adds nothing.
+    If the ends of a factor equal its estimate, this factor adds nothing to the width.
 
     Returns:
         The interval.  Its ends are NaN if a factor has no interval.  Its ``n`` and ``left_out`` are taken from the
-        factor with the smaller ``n``, where a factor with ``n`` = 0 does not count.
+        factor with the smaller ``n``; a factor with ``n`` = 0 does not count.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.
@@ -301,7 +303,7 @@ def product_interval(left: Interval, right: Interval) -> Interval:
 def mean_interval(
     values: Sequence[float] | _Floats, occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the mean of the values with its interval by Student's t.
+    """Return the mean of the values with its 95 % confidence interval, by Student's t.
 
     With several occasions, the mean of each occasion counts as one value.  If there are too few values
     (:func:`enough`), the ends of the interval are NaN.
@@ -309,7 +311,7 @@ def mean_interval(
     Args:
         values: At least one value.
         occasions: For each value, the number of the occasion (start of the machine, or series of runs after a pause of
-            an hour) at which it was measured; None if values do not depend on the occasion.
+            an hour) at which the value was measured; None if values do not depend on the occasion.
         left_out: Number of further values that were left out because other programs disturbed them.
 
     Raises:
@@ -367,9 +369,9 @@ def undecided(
         left: Values at x = 0, by key.
         right: Values at x = 1, by key.  Keys that only one of the two dicts has are left out.
         occasions: By key, the number of the occasion (start of the machine, or series of runs after a pause of an hour)
-            at which its values were measured.  With several occasions, the two means of each occasion count as one pair
-            of values.
-        left_out: Number of further keys that were left out because other programs disturbed them.
+            at which the key's two values were measured; None if values do not depend on the occasion.  With several
+            occasions, the two means of each occasion count as one pair of values.
+        left_out: Number of further keys that were left out because other programs disturbed their values.
 
     Returns:
         Disjoint parts (low, high) of [0, 1] in ascending order; with too few values, the whole of [0, 1].

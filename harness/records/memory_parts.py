@@ -22,21 +22,31 @@ TRAINING: Final = (  # parts that only training needs
 def without_training(memory: dict[str, int]) -> dict[str, int]:
     """Return the parts of memory that inference needs, with their bytes.
 
-    Gradients, optimizer states and the other parts of :data:`TRAINING` are left out.
+    ``memory`` has the bytes of each part, by the part's name.  Gradients, optimizer states and the other parts of
+    :data:`TRAINING` are left out.
     """
     return {part: size for part, size in memory.items() if part not in TRAINING}
 
 
 def on_device(memory: dict[str, int]) -> dict[str, int]:
-    """Return the parts of memory that are on the device, with their bytes."""
+    """Return the parts of memory that are on the device, with their bytes.
+
+    ``memory`` has the bytes of each part of a rank's memory, by the part's name.
+    """
     return {part: size for part, size in memory.items() if not part.startswith(HOST)}
 
 
 def on_host(memory: dict[str, int]) -> dict[str, int]:
-    """Return the parts of memory that are on the host, with their bytes."""
+    """Return the parts of memory that are on the host, with their bytes.
+
+    ``memory`` has the bytes of each part of a rank's memory, by the part's name.
+    """
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 
 def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Return the memory of two engines on one rank: for each part, the sum of both engines' bytes."""
+    """Return the memory of two engines on one rank: for each part, the sum of both engines' bytes.
+
+    ``memory`` and ``other`` have the bytes of each part of an engine's memory, by the part's name.
+    """
     return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}

@@ -1,9 +1,9 @@
 """Checks that the numbers of one record agree with each other, and with the trial's settings.  No torch.
 
-Each check returns a sentence on the first number that does not agree, or None:
+Each check returns a sentence on the first number that does not agree.  If all numbers agree, it returns None.
 
 - :func:`ledger_mismatch`: the bytes and messages that ranks counted when they sent them (the ledgers) equal the
-  predictions; with a schedule, also step by step.
+  predictions; with a schedule, the bytes of each single step do too.
 - :func:`interface_mismatch`: the nodes' network interfaces counted the bytes that the ledgers and packet headers
   explain.
 - :func:`rate_mismatch`: the link had the requested rate.
@@ -12,8 +12,8 @@ Each check returns a sentence on the first number that does not agree, or None:
 - :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
 The harness fails a trial that does not pass a check, except for two faults: a link that was too slow, and a training
-loss that did not fall.  Reports mark trials with these faults.  Reports apply all checks again, except for
-:func:`codec_mismatch`, since the records of a report may be old.
+loss that did not fall.  Reports mark trials with these two faults.  The records of a report may be old.  Reports
+therefore apply all checks again, except for :func:`codec_mismatch`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def ledger_mismatch(record: Record) -> str | None:
     Messages whose purpose is in ``predicted.unpredicted`` could not be predicted, and are not compared.  If all
     messages were predicted and the trial has a schedule, the bytes of each single step are compared too.
 
-    Last, the record's own verdict, ``predicted.equal``, is checked.  It must be True if all messages were predicted,
-    and None if some were not.
+    Last, the field ``predicted.equal``, in which the trial stored its own result of this comparison, is checked.  It
+    must be True if all messages were predicted, and None if some were not.
     """
     if record.predicted is None:
         return None
@@ -81,7 +81,7 @@ def ledger_mismatch(record: Record) -> str | None:
 
 
 def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Return a dict with the rows of a ledger: from (phase, purpose, unit, hop, link) to (bytes, messages)."""
+    """Convert a ledger's rows into a dict from (phase, purpose, unit, hop, link) to (bytes, messages)."""
     return {
         (row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in ledger
     }
@@ -90,9 +90,10 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 def interface_mismatch(record: Record) -> str | None:
     """Return a sentence on the first node whose network interface sent more or fewer bytes than its ranks explain.
 
-    The interface should have sent the bytes that the node's ranks sent to other nodes, according to their ledgers, and
-    the headers of its packets; :func:`counter_mismatch` has the tolerance.  A node is not compared if its interface was
-    not counted, or if one of its ranks has no ledger.  Returns None if all compared nodes agree.
+    The interface has to send the bytes that the node's ranks send to other nodes, and the headers of its packets.  The
+    ranks' bytes are taken from their ledgers (lists of the bytes that a rank sent).  :func:`counter_mismatch` has the
+    tolerance.  A node is not compared if its interface was not counted, or if one of its ranks has no ledger.  Returns
+    None if all compared nodes agree.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
@@ -138,7 +139,7 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
 def codec_mismatch(record: Record) -> str | None:
     """Return a sentence on the first message that was encoded with a codec that the trial's policy does not use.
 
-    Returns None if there is no such message.
+    Only messages whose errors were measured are checked.  Returns None if there is no such message.
     """
     if not record.communication_errors:
         return None
@@ -162,7 +163,7 @@ def codec_mismatch(record: Record) -> str | None:
 def _codecs_of(policy: Policy) -> set[str]:
     """Return the names, such as ``int8:2048``, of all codecs in which messages of a policy may be encoded.
 
-    The policy must have no schedule.
+    ``policy`` must have no schedule.
     """
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
@@ -174,10 +175,14 @@ def _codecs_of(policy: Policy) -> set[str]:
 def secondary_mismatch(record: Record) -> str | None:
     """Return a sentence if backward passes gathered weights from other nodes although hpZ keeps a copy in each node.
 
-    Returns None if backward passes gathered no weights from other nodes.  Returns None too if the trial has no policy,
-    if FSDP2 or DDP runs the policy, or if there is a phase of the schedule without such a copy in each node.
-    The check compares the ledger with the trial's settings, not with the predicted messages.  It therefore finds the
-    fault even if the prediction has the same fault.
+    Returns None if backward passes gathered no weights from other nodes.  Also returns None in these cases:
+
+    - the trial has no policy;
+    - FSDP2 or DDP runs the policy;
+    - in one of the policies of the trial's schedule, hpZ keeps no such copy in each node.
+
+    The check compares the ledger (the bytes that each rank sent) with the trial's settings, not with the predicted
+    messages.  It therefore finds the fault even if the prediction has the same fault.
     """
     if not record.trial or not record.ranks:
         return None
@@ -218,9 +223,10 @@ def flat_loss(record: Record) -> str | None:
 
 
 def header_bytes(row: LedgerRow) -> int:
-    """Return the bytes of the packet headers of all messages in one row of a ledger.
+    """Return the bytes of the packet headers of all messages that one row of a ledger counts.
 
-    All messages are assumed to be equally long, and to be sent in packets with ``SEGMENT_BYTES`` of payload.
+    A row counts the bytes and messages that a rank sent for one purpose.  All messages are assumed to be equally long,
+    and to be sent in packets with ``SEGMENT_BYTES`` of payload.
     """
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / max(row.messages, 1) / SEGMENT_BYTES)
 
@@ -228,7 +234,8 @@ def header_bytes(row: LedgerRow) -> int:
 def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
     """Return a sentence if the median of the link's probes misses the requested rate by more than 5 %; else None.
 
-    Returns None too if no rate was requested, or if the link was not probed.
+    A probe measures the rate of the link between nodes after the trial.  Returns None too if no rate was requested, or
+    if the link was not probed.
 
     Args:
         record: The record.

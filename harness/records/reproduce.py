@@ -1,7 +1,8 @@
 """Writes the shell script that runs one recorded trial again.
 
-The script checks out the recorded commit with its changes, installs the recorded packages, writes the suite file and
-runs the trial.  Files are written from quoted here-documents, which a shell copies without expanding them.
+The script checks out the recorded commit, applies the recorded changes, installs the recorded packages, writes the
+suite file and runs the trial.  The script writes files from quoted here-documents, whose text a shell copies without
+expanding it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def script(record: Record, run: Run) -> str:
 
     Args:
         record: The record of the trial.
-        run: The facts on the run in which the trial ran.
+        run: Facts about the run to which the trial belongs, such as its suite file and the nodes' software.
     """
     node, folder, changes = run.nodes[0], f"zeropp-{record.id}", run.changes
     lines = ["set -e", *_comments(record, run), ""]
@@ -74,7 +75,7 @@ def _comments(record: Record, run: Run) -> list[str]:
 
 
 def _installed(node: Node) -> list[str]:
-    """Return commands that make a virtual environment with the same Python and packages.
+    """Return shell commands that make a virtual environment with the Python version and the packages of ``node``.
 
     Local build tags (``+cpu``) are dropped from the versions, since package indexes do not have such builds.
     """

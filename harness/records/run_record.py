@@ -1,7 +1,7 @@
 """Records what all trials of one run have in common: the suite, changes of the sources, and each node's software.
 
-These facts are kept in one file ``runs/<hash of its content>.json`` in the suite's results folder.  Each trial's record
-names the file in its field ``run``.  No torch.
+These facts are kept in one file ``runs/<hash of the file's content>.json`` in the suite's results folder.  Each trial's
+record names the file in its field ``run``.  No torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SuiteText(_Part):
 
 
 class Changes(_Part):
-    """How the checkout differed from its commit, as a patch for ``git apply``."""
+    """The difference between the checkout and its commit, as a patch for ``git apply``."""
 
     size: int  # bytes of the whole patch
     sha256: str  # of the whole patch
@@ -52,7 +52,10 @@ class Software(_Part):
 
 
 class Node(BaseModel, extra="ignore", frozen=True):
-    """Machine, sources and software of one node; further keys of older files are ignored."""
+    """Machine, sources and software of one node.
+
+    Keys that only older files have are ignored.
+    """
 
     machine: dict[str, Any]  # facts about the machine (``harness.measure.machine``)
     code: dict[str, Any]  # version, commit and hash of the sources
@@ -71,7 +74,7 @@ class Run(_Part):
 
 
 def path_of(results: Path, run: str) -> Path:
-    """Return the path of a run's file; ``run`` is the hash of its content."""
+    """Return the path of a run's file; ``run`` is the file's name without ``.json``, a hash of its content."""
     return results / RUNS / f"{run}.json"
 
 

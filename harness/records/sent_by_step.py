@@ -1,4 +1,4 @@
-"""Lists the bytes that a rank sent in each step of a trial with a schedule.  No torch."""
+"""Lists the bytes that a rank sent in each step of a trial whose policy changes by a schedule.  No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
     """Convert cumulative byte counts into the bytes of each step, run-length encoded.
 
     Args:
-        totals: The bytes sent before the first step, and then the bytes sent until the end of each step.
+        totals: The bytes sent before the first step, and then the bytes sent until the end of each step.  Each entry is
+            the pair (bytes to other nodes, bytes inside the node).
 
     Returns:
         One entry for each run of consecutive steps that sent equal numbers of bytes.
@@ -32,8 +33,8 @@ def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
 def mismatch(record: Record) -> str | None:
     """Return a sentence on the first step in which a rank did not send the predicted bytes.
 
-    If the record has predictions for another number of ranks, the sentence says so.  Returns None if all ranks sent the
-    predicted bytes, or if there are no predictions by step.
+    If the record has predictions for a different number of ranks than it has ranks, the sentence says so.  Returns None
+    if all ranks sent the predicted bytes, or if there are no predictions by step.
     """
     predicted = [] if record.predicted is None else record.predicted.sent_by_step
     if not predicted:

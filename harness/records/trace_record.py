@@ -1,8 +1,9 @@
 """Reads traces of single steps, which ``zeropp trace`` writes next to the records.  No torch.
 
-A trace is a file in Chrome's trace format, for Perfetto.  In it, each rank is a process, and each kind of activity is a
-lane (a row of the picture): computing, coding, sending inside nodes, sending between nodes, and waiting.  A span is one
-interval of activity in a lane.  Reports read the spans, and the id of the traced trial.
+A trace is a file in Chrome's trace format, for the viewer Perfetto.  In the trace, each rank is a process, and each
+kind of activity is a lane (a row of the picture): computing, encoding and decoding, sending inside nodes, sending
+between nodes, and waiting.  A span is one interval of activity in a lane.  Reports read the spans, and the id of the
+traced trial.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Event(BaseModel, extra="ignore", frozen=True):
     """One event of Chrome's trace format.
 
-    If ``ph`` is ``X``, the event is an interval of one kind of activity of a rank.  Each kind, such as
-    computing or waiting, has a row of its own in the picture: a lane.  If ``ph`` is ``M``, the event gives a rank or a
-    lane its name.
+    If ``ph`` is ``X``, the event is an interval of one kind of activity of a rank.  Each kind, such as computing or
+    waiting, has a row of its own in the picture, called a lane.  If ``ph`` is ``M``, the event gives a rank or a lane
+    its name.
     """
 
     ph: Literal["X", "M"]
@@ -58,13 +59,13 @@ class About(BaseModel, extra="ignore", frozen=True):
 
 
 class Trace(BaseModel, extra="ignore", frozen=True):
-    """A trace file."""
+    """A trace file of one step: the events, and facts about the trace."""
 
     traceEvents: list[Event]  # noqa: N815  # the format's name
     otherData: About  # noqa: N815
 
     def spans(self) -> list[tuple[int, Span]]:
-        """Return (rank, span) for each interval of activity in the trace, with times in seconds."""
+        """Return the pair (rank, span) for each interval of activity in the trace, with times in seconds."""
         return [
             (event.pid, Span(event.cat, event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6))
             for event in self.traceEvents
@@ -109,11 +110,11 @@ def overlap(spans: Sequence[Span]) -> tuple[float, float]:
     """Return how long one rank sent messages between nodes, and how much of this time it did not wait for other nodes.
 
     Args:
-        spans: The spans of one rank.
+        spans: The intervals of activity of one rank.
 
     Returns:
-        (seconds in which messages were under way, seconds of this time in which the rank did not wait for messages from
-        other nodes).
+        (seconds in which messages between nodes were under way, seconds of this time in which the rank did not wait for
+        messages from other nodes).
     """
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]

@@ -1,8 +1,9 @@
 """Finds faults of a trial's training, such as wrong batches, gradient norms or recorded times.  No torch.
 
-While a rank trains, it notes facts that are measured independently of its record: digests of its batches, losses, norms
-and seconds by a second clock (:mod:`harness.witness.training_checks`).  After the trial, :func:`training_fault`
-compares the notes of all ranks with each other, with the ranks' records and with the trial's settings.
+While a rank trains, it notes facts that are measured independently of its record: digests of its batches, losses and
+gradient norms.  It also notes the seconds of its steps by a second clock (:mod:`harness.witness.training_checks`).
+After the trial, :func:`training_fault` compares the notes of all ranks with each other, with the ranks' records and
+with the trial's settings.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _TELLS: Final = 0.3
 class Spent:
     """Wall-clock seconds of one rank's thread, and the seconds in which the thread ran, slept, or waited for a CPU.
 
-    These three may add up to less than the wall-clock seconds, since not every kernel counts all of them.
+    The last three may add up to less than the wall-clock seconds, since not every kernel counts all of them.
     """
 
     seconds: float = 0.0  # wall-clock time
@@ -87,7 +88,10 @@ class Spent:
 
 
 class Norms(NamedTuple):
-    """Norms of the gradients that one rank's optimizer held in one step, such as the gradients of the rank's shards."""
+    """Norms of one rank's gradients in one step: as the backward passes left them, and as the optimizer used them.
+
+    The gradients are those that the rank's optimizer holds, such as the gradients of the rank's shards.
+    """
 
     reduced: float  # norm of the gradient as the backward passes left it
     stepped: float  # norm of the gradient that the optimizer used
@@ -97,7 +101,9 @@ class Norms(NamedTuple):
 class OuterNote(NamedTuple):
     """Some of the master weights of one unit on one rank, before and after an outer step (``policy.local_steps``).
 
-    The same 64 or fewer elements are noted at every outer step (:mod:`harness.witness.outer_witness`).
+    With local steps, groups of ranks train apart.  In an outer step, the groups average the changes of their master
+    weights (the fp32 weights that the optimizer steps).  A unit is a set of parameters that are sent together.  The
+    same elements of a unit, at most 64, are noted at every outer step (:mod:`harness.witness.outer_witness`).
     """
 
     step: int  # index of the step after which the outer step was taken
@@ -110,8 +116,8 @@ class OuterRules(NamedTuple):
     """The trial's settings for outer steps, from which :func:`training_fault` recomputes these steps.
 
     With ``policy.local_steps``, groups of ranks train apart.  In an outer step, the groups average the changes of their
-    master weights since the last outer step.  SGD with Nesterov momentum then uses the average as its gradient, and
-    changes the masters of all groups.
+    masters (the fp32 weights that the optimizer steps) since the last outer step.  SGD with Nesterov momentum then uses
+    this average as its gradient, and changes the masters of all groups.
     """
 
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
@@ -214,7 +220,8 @@ def _faults(
 def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
     """Yield a sentence if a rank's record does not have exactly the steps that the trial asks for, numbered from 0.
 
-    Also yields a sentence for each step whose recorded loss is not the computed loss, or whose ``warmup`` is wrong.
+    Also yields a sentence for each step whose recorded loss differs from the loss that the rank computed, or whose
+    ``warmup`` is wrong.
     """
     if not record.steps:  # generations have no steps
         return
@@ -255,7 +262,7 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
     """Yield a sentence for each step whose recorded seconds differ from those of a second clock.
 
-    Also yields a sentence if work of the steps may have been done outside of the timed steps.  There are two signs:
+    Also yields a sentence if the rank may have done work of its steps outside of the timed steps.  There are two signs:
 
     - The rank ran or slept for too long between its timed steps.
     - The rank slept for too long in the harness's own checks, although these have nothing to wait for.
@@ -299,9 +306,9 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
     """Yield a sentence for each wrong batch that a rank read.
 
-    A batch is wrong if the trial's seed gives the rank another batch in this step, or if the same batch was also read
-    by another rank or in an earlier step.  Equal batches are allowed if they may be a coincidence (``distinct`` is
-    False).
+    A batch is wrong if the trial's seed gives the rank another batch in this step.  A batch is also wrong if another
+    rank has read an equal batch, or if the same rank has read an equal batch in an earlier step.  If the field
+    ``distinct`` is False, equal batches may be a coincidence, and are allowed.
     """
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
@@ -326,15 +333,15 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
     """Yield a sentence for each outer step that gave wrong master weights.
 
-    In an outer step, groups of ranks that train apart average the changes of their master weights since the last outer
-    step.  SGD with Nesterov momentum then uses the average as its gradient, and changes the masters of all groups.  The
-    step is wrong in two cases:
+    Masters are the fp32 weights that the optimizer steps.  In an outer step, groups of ranks that train apart average
+    the changes of their masters since the last outer step.  SGD with Nesterov momentum then uses the average as its
+    gradient, and changes the masters of all groups.  The step is wrong in two cases:
 
-    - Afterwards, the groups hold different masters.
+    - After the step, the groups hold different masters.
     - The new masters do not follow from the trial's learning rate and momentum.  To check this, the average change is
-      computed twice: from the changes that the groups noted, and from the new masters, by solving SGD's formula for
-      its gradient.  The two averages may differ only by the error that codecs may cause.  The check is left out if
-      this error may be :data:`_TELLS` or more, relative to the changes.
+      computed twice: from the changes that the groups noted, and from the new masters, by solving SGD's formula for its
+      gradient.  The two averages may differ only by the error that codecs may cause.  The check is left out if this
+      error may be :data:`_TELLS` or more, relative to the changes.
 
     Changes are counted from the masters that were noted after the previous outer step, so that errors of codecs do not
     add up over outer steps.
@@ -374,11 +381,12 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 
 
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
-    """Yield a sentence for each wrong gradient norm, and if optimizers left out elements or steps.
+    """Yield a sentence for each wrong gradient norm, and for elements or steps that the optimizers left out.
 
     - All ranks must have recorded the same norm in a step.
-    - On each rank, the gradient that the optimizer used must have the norm that follows from the reduced gradient after
-      the backward passes: the norm of the reduced gradient, divided by the loss scale and clipped as the trial asks.
+    - On each rank, the norm of the gradient that the optimizer used must follow from the reduced gradient that the
+      backward passes left.  It must be the norm of the reduced gradient, divided by the loss scale and clipped as the
+      trial asks.
     - The optimizers of all ranks together must step all elements that the model trains.
     - A step of the optimizer must be taken by all ranks or by none.
 
@@ -457,7 +465,7 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
 
 
 class Computed(NamedTuple):
-    """CPU seconds that one rank used in its median step, and the limit with which they are compared."""
+    """CPU seconds that one rank used in its median step, and the limit that these seconds should not exceed."""
 
     used: float  # median CPU seconds of a step
     # CPU seconds that the model's own computation, the bytes sent and the number of micro-batches explain.
@@ -467,7 +475,7 @@ class Computed(NamedTuple):
 
 
 def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -> Computed | None:
-    """Return the CPU seconds of a rank's median step, and their limit.
+    """Return the CPU seconds of a rank's median step, and the limit that they should not exceed.
 
     The limit (:data:`_COMPUTED`) follows from the CPU seconds of the model without an engine, the bytes that the rank
     sends and the number of micro-batches.  It is a fault if all ranks exceed their limits (:func:`slowed`).
@@ -475,8 +483,8 @@ def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -
     Warm-up steps and step 0 are left out of the median.  Step 0 has costs that no later step has, such as imports and
     fresh memory.
 
-    Returns None if fewer than :data:`_STEPS` steps remain, if the rank has no ledger of sent bytes, or if the model was
-    not timed without an engine.
+    Returns None if fewer than :data:`_STEPS` steps remain, if the rank has no ledger (list of the bytes that it sent),
+    or if the model was not timed without an engine.
 
     Args:
         own: The rank's record.
@@ -509,8 +517,8 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 
     Nothing is checked in two cases:
 
-    - ``sleeps_counted`` is False on a rank: the kernel does not count its thread's sleep, or the thread may sleep for
-      another reason than messages, for example to wait for a GPU.
+    - ``sleeps_counted`` is False on a rank: either the kernel does not count the sleep of the rank's thread, or the
+      thread may sleep for other reasons than messages, for example to wait for a GPU.
     - ``cluster.inner_rate`` limits the rate of messages inside nodes.
 
     Args:
@@ -540,7 +548,8 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 def _idle(checked: Sequence[Checked], record: Record) -> str | None:
     """Return a sentence if all ranks and the link were idle together for longer than :data:`_IDLE` allows; else None.
 
-    Only the timed steps count.  Returns None too if a rank has no ledger, or if the link's rate is not known.
+    Only the timed steps count.  Returns None too if a rank has no ledger (list of the bytes that it sent), or if the
+    link's rate is not known.
     """
     total, count = math.fsum(slowest_seconds(record)), checked[0].timed
     rates = [] if record.link is None else [*record.link.probed_mbit, *record.link.calibrated_mbit]

@@ -44,9 +44,9 @@ class _Part(BaseModel, extra="ignore", frozen=True):
 class LedgerRow(_Part):
     """Bytes and messages that one rank sent in all timed steps together, for one phase, purpose, unit, hop and link.
 
-    The phase is when they were sent, such as ``backward``; the purpose is what they carried, such as ``gradients``.  A
-    unit is a set of parameters that are sent together, and a hop is an exchange along one axis of the mesh.  The link
-    is ``inter`` between nodes, and ``intra`` inside a node.
+    The phase is the part of training in which they were sent, such as ``backward``.  The purpose is what they carried,
+    such as ``gradients``.  A unit is a set of parameters that are sent together, and a hop is an exchange along one
+    axis of the mesh.  The link is ``inter`` between nodes, and ``intra`` inside a node.
 
     The bytes are payload without packet headers.  A message has one destination, so that an exchange with three other
     ranks counts as three messages.
@@ -95,7 +95,7 @@ class Step(_Part):
 
     @property
     def exposed(self) -> float | None:
-        """Seconds in which the rank waited for communication; None if unknown."""
+        """Seconds of the step, without the optimizer, in which the rank waited for messages; None if unknown."""
         if self.exposed_forward is None or self.exposed_backward is None:
             return None
         before = (self.exposed_generate or 0.0) + (self.exposed_score or 0.0)
@@ -103,7 +103,7 @@ class Step(_Part):
 
 
 class Token(_Part):
-    """Time and bytes of decoding one token on one rank."""
+    """Time of decoding one token on one rank, and the bytes that the rank sent meanwhile."""
 
     step: int  # number of the generation
     warmup: bool
@@ -141,7 +141,7 @@ class Memory(_Part):
 
 
 class Alone(_Part):
-    """Seconds of the unsharded model's computation on one rank, without messages (``measure.compute_alone``)."""
+    """Seconds that the unsharded model computes on one rank, without messages (``measure.compute_alone``)."""
 
     when: Literal["before", "after"]  # whether measured before or after the trial's steps
     forward: _Seconds
@@ -154,7 +154,8 @@ class Alone(_Part):
 class RankRecord(_Part):
     """Measurements of one rank.
 
-    ``ledger`` is None if another engine trains (DDP, FSDP2 or DeepSpeed), since its messages are not counted.
+    ``ledger`` lists the bytes and messages that the rank sent.  It is None if another engine trains (DDP, FSDP2 or
+    DeepSpeed), since the messages of that engine are not counted.
     """
 
     rank: int
@@ -169,7 +170,10 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """Comparison of a unit's reduced gradient with the gradient that a single process computes for the same batches."""
+    """Comparison of a unit's reduced gradient with the gradient that a single process computes for the same batches.
+
+    A unit is a set of parameters that are reduced together.
+    """
 
     unit: str
     elements: int  # number of elements compared
@@ -178,9 +182,9 @@ class GradientCheck(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec on the weights or reduced gradients of one unit.
+    """Error of one codec on the weights or reduced gradients of one unit, a set of parameters that are sent together.
 
-    They were encoded and decoded only to measure this error; the encoded values were not sent.
+    The weights or gradients were encoded and decoded only to measure this error; the encoded values were not sent.
     """
 
     purpose: str
@@ -193,8 +197,9 @@ class QuantisationError(_Part):
 class LosslessSize(_Part):
     """Bytes that the weights or reduced gradients of one unit take when a codec compresses them without loss.
 
-    They were compressed only to measure this size; the compressed values were not sent.  A codec whose name ends in
-    ``:bf16`` casts the elements to bf16 first, and compresses the result without loss.
+    A unit is a set of parameters that are sent together.  The values were compressed only to measure this size; the
+    compressed values were not sent.  A codec whose name ends in ``:bf16`` casts the elements to bf16 first, and
+    compresses the result without loss.
     """
 
     purpose: str
@@ -208,11 +213,12 @@ class LosslessSize(_Part):
 class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
-    If ``hop`` is a number, the error is that of this hop alone: decoded values are compared with the values that the
-    hop encoded.  With error feedback, the encoded values include the errors that earlier encodings left.
+    A unit is a set of parameters that are sent together.  A hop is one exchange of a reduction.  If ``hop`` is a
+    number, the error is that of this hop alone: decoded values are compared with the values that the hop encoded.  With
+    error feedback, the encoded values include the errors that earlier encodings left.
 
-    If ``hop`` is None, the error is that of all hops together: the reduced gradient is compared with the exact mean,
-    or the gathered weights are compared with the masters.
+    If ``hop`` is None, the error is that of all hops together: the reduced gradient is compared with the exact mean, or
+    the gathered weights are compared with the masters (the fp32 weights that the optimizer steps).
     """
 
     step: int
@@ -229,7 +235,11 @@ class CommunicationError(_Part):
 
 
 class ChosenCodec(_Part):
-    """A codec that a bit budget chose for the weights or gradients of one unit, after ``step`` optimizer steps."""
+    """A codec that a bit budget chose for the weights or gradients of one unit, after ``step`` optimizer steps.
+
+    A unit is a set of parameters that are sent together.  A bit budget is a limit of the policy on the mean bits of an
+    element.
+    """
 
     step: int
     what: Literal["weights", "gradients"]
@@ -284,7 +294,7 @@ class GpuUse(_Part):
     clock_mhz: float  # mean clock of its multiprocessors
     throttled: dict[str, float] = {}  # share of readings in which its clock was throttled, by reason
     others: int = 0  # largest number of other processes that computed on it at once
-    # Bytes sent through all its NVLinks; None in older records.
+    # Bytes sent through all its NVLinks; "unseen" if the GPU does not count them, None in older records.
     nvlink_bytes: int | Literal["unseen"] | None = None
 
 
@@ -309,7 +319,7 @@ class ProcessorUse(_Part):
 
     @property
     def others_share(self) -> float:
-        """Share of the CPUs' time that other programs took."""
+        """Share of the CPUs' time that programs other than the trial's ranks took."""
         # The difference may be negative, since the system counts the processors' time in samples.
         return max(self.user + self.system - self.ranks, 0.0) / (self.processors * self.seconds)
 
@@ -320,7 +330,7 @@ class ProcessorUse(_Part):
 
     @property
     def taken_share(self) -> float:
-        """Share of the CPUs' time that other programs and the hypervisor took together."""
+        """Share of the CPUs' time that the hypervisor and programs other than the trial's ranks took together."""
         return self.others_share + self.steal_share
 
 
@@ -336,7 +346,7 @@ class Foreseen(_Part):
 
 
 class Predicted(_Part):
-    """Messages that :mod:`impl.plan.traffic` predicts."""
+    """The bytes and messages that :mod:`impl.plan.traffic` predicts, and whether the ranks sent exactly these."""
 
     ledgers: list[list[LedgerRow]]  # by rank
     # Whether all ranks' ledgers equal the predicted ones exactly; None if messages were measured and not predicted.
@@ -352,7 +362,7 @@ PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
 
 
 class Failure(_Part):
-    """The reason for which a trial has no result: a kind, such as ``memory`` or ``wrong``, and a sentence."""
+    """The reason why a trial has no result: a kind, such as ``memory`` or ``wrong``, and a sentence."""
 
     kind: str
     message: str
@@ -365,7 +375,7 @@ class Failure(_Part):
 
 
 class Failed(_Part):
-    """The failure of an earlier attempt at a trial that was then retried, as the suite's ``on_failure`` asks."""
+    """The failure of an earlier attempt at a trial that was repeated because the suite's ``on_failure`` asks for it."""
 
     kind: str
     message: str
@@ -442,13 +452,13 @@ class Record(_Part):
     def timed(self) -> bool:
         """Whether the trial's seconds were measured.
 
-        They are not if its ranks are threads, which take turns, so that their seconds mean nothing.
+        False if its ranks are threads.  These take turns, so that their seconds mean nothing.
         """
         return bool(self.trial.get("cluster", {}).get("ranks", "processes") == "processes")
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs and the hypervisor took more than :data:`OTHERS_WITHIN` of the CPUs' time.
+        """Whether other programs and the hypervisor together took more than :data:`OTHERS_WITHIN` of the CPUs' time.
 
         False if the record does not say how much they took.
         """
@@ -458,8 +468,8 @@ class Record(_Part):
     def answers(self) -> bool:
         """Whether the record helps to answer the suite's question.
 
-        A trial with a result does.  So does a trial without a result if DeepSpeed cannot run it, or if it was not run
-        because it would exceed the suite's memory limit: both are answers.
+        True for a trial with a result.  Also true for a trial without a result in two cases: DeepSpeed cannot run the
+        trial, or the trial was not run because it needs more memory than the suite's memory limit.  Both are answers.
         """
         if self.failure is None or self.failure.by is not None:
             return True
@@ -477,7 +487,10 @@ def joules(nodes: list[NodeUse]) -> float | None:
 
 
 def slowest_seconds(record: Record) -> list[float]:
-    """Return the seconds of each timed step, on the rank that was slowest in that step; empty if ranks were threads."""
+    """Return the seconds of each timed step, on the rank that was slowest in that step.
+
+    Returns an empty list if ranks were threads, whose seconds are not measured.
+    """
     if not record.timed:
         return []
     of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
@@ -513,7 +526,7 @@ def with_digest(record: Model) -> Model:
 
 
 def write_whole(target: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, and make its folder; raises a RecordError if that fails."""
+    """Write a file completely or not at all, and make its folder; raises a RecordError if that fails."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole([target]) as (unfinished,):

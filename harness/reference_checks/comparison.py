@@ -1,4 +1,4 @@
-"""Compares the losses, gradients and messages of a trial's sharded model on one rank.
+"""Compares a sharded model with a single process, and the model's messages with exact values, on one rank.
 
 The package's docstring (:mod:`harness.reference_checks`) lists the comparisons, and explains the terms masters, unit,
 rehearsal and drawn step.
@@ -52,8 +52,8 @@ class TrialError(RuntimeError):
     """Raised when a trial ran, but a check of its results failed; the message names the numbers that differ.
 
     Attributes:
-        losses: The trial's losses by step, up to the first that is not finite.
-        validations: Its validations, up to the first whose loss is not finite.
+        losses: The trial's losses by step, before the first loss that is not finite.
+        validations: The trial's validations (losses on the validation split), before the first loss that is not finite.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class TrialError(RuntimeError):
 
 @dataclass(slots=True)
 class Compared:
-    """Results of the comparisons on one rank."""
+    """Results of the comparisons that :class:`Comparison` makes on one rank."""
 
     losses: list[ComparedLoss] = field(default_factory=list)  # before training, then before later steps
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     # Sums of the errors of messages, each with its place: the step, purpose, unit and hop of the messages.
     communicated: list[tuple[Place, list[float]]] = field(default_factory=list)
-    errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
-    lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
+    errors: list[QuantisationError] = field(default_factory=list)  # of a grid of codecs, over all ranks
+    lossless: list[LosslessSize] = field(default_factory=list)  # sizes with lossless codecs, over all ranks
     # Like ``communicated``, for one unit's messages before the drawn step.  These errors are checked, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = (
@@ -83,9 +83,9 @@ class Compared:
 
 
 class Comparison:
-    """Compares one rank's losses and gradients with a single process's, and its messages with exact values.
+    """Compares one rank's losses and gradients with a single process's, and the rank's messages with exact values.
 
-    The results are noted in ``compared``.  All ranks must call each of the methods.
+    The results are noted in the attribute ``compared`` (:class:`Compared`).  All ranks must call each of the methods.
     """
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
@@ -114,7 +114,7 @@ class Comparison:
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with those of a single process.
 
-        The results are noted in ``compared``.  Nothing is done if only a later step is to be compared
+        The results are noted in ``compared``.  Nothing is done in a trial that compares only a later step
         (:func:`compares_first`).
         """
         if self._first is not None:
@@ -143,15 +143,15 @@ class Comparison:
         self.compared.losses.append(replace(expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values.
+        """Rehearse step ``index``, and note in ``compared`` how the messages of its passes differ from exact values.
 
-        A rehearsal runs the passes of the step, but changes nothing that training depends on.  If our engine trains and
-        the step is not step 0, loss and gradients are also compared with a single process
-        (:meth:`_compare_later_step`).
+        A rehearsal runs the forward and backward passes of the step before the step itself, and changes nothing that
+        training depends on.  If our engine trains and the step is not step 0, the loss and the gradients of these
+        passes are also compared with those of a single process (:meth:`_compare_later_step`).
 
         Args:
             index: Number of the step.
-            strategy: The strategy.
+            strategy: The trial's strategy, which runs the passes.
             checks: The rank's checks of training.  They keep the gradients of the rehearsal, to compare them later with
                 the gradients of the step itself.
         """
@@ -174,24 +174,26 @@ class Comparison:
     def before_drawn_step(
         self, index: int, strategy: Strategy, zero: Zero, count: Callable[[], NDArray[np.int64]]
     ) -> None:
-        """Check one unit's weights before step ``index``, and prepare the comparison of the step with a single process.
+        """Check a unit's gathered weights before step ``index``, and prepare to compare the step with a single process.
 
-        First, the gathered weights of one unit are compared with the unit's masters (its fp32 weights).  The trial's
-        seed and repeat choose the unit.  Faults are noted in ``compared``.  The second part depends on the trial:
+        Step ``index`` is the drawn step: the trial's seed and repeat number have chosen it for this check.  They also
+        choose the unit, a set of parameters that are gathered and reduced together.  First, the unit's gathered weights
+        are compared with its masters (the engine's fp32 weights).  Faults are noted in ``compared``.  The second part
+        depends on the trial:
 
         - If the policy sends differences of weights or has a bit budget, there is no comparison with a single process.
         - If the model, the reduction or the gather is the user's own, this method makes the comparison itself: it runs
-          the passes of the step as a rehearsal, and compares the rehearsal with a single process.  To save time, each
-          batch is cut to its first sequence.
-        - In all other trials, a single process computes the loss and gradients that the step should give, and
-          :meth:`compare_drawn_step` compares the step with them.
+          the passes of the step in advance (a rehearsal), and compares their loss and gradients with those of a single
+          process.  To save time, each batch is cut to its first sequence.
+        - In all other trials, a single process computes the loss and gradients that the step should give.  When the
+          step has run its passes, :meth:`compare_drawn_step` compares the gradients.
 
         Args:
             index: Number of the step.
             strategy: The strategy.
             zero: The strategy's engine.
-            count: Returns what this node has sent so far, as an array.  Element 0 has the bytes of the node's network
-                interface, or 0 if they are not known.  All ranks must call this function at once.
+            count: A function that returns what this node has sent so far, as an array.  Element 0 has the bytes of the
+                node's network interface, or 0 if they are not known.  All ranks must call this function at once.
         """
         self.rank.report(Progress("checking a drawn step"))
         units = [unit for unit in zero.units if unit.geometry.trainable] or zero.units
@@ -222,9 +224,15 @@ class Comparison:
     def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
         """Compute the loss and mean gradients that step ``index`` should give, for :meth:`compare_drawn_step`.
 
-        An unsharded model computes them.  Then this rank's gradient of ``unit`` is reduced once with the engine, so
-        that the observer of the rehearsal sees the messages of a reduction.  The messages of the step itself are not
-        observed, because this would take time in a timed step.
+        An unsharded model computes the loss and the gradients.  Then the engine reduces this rank's gradient of
+        ``unit`` once, while the caller's observer (:class:`~harness.measure.communication_error.ReductionObserver`)
+        checks the messages of this reduction.  The messages of the step itself are not observed, because this would
+        take time in a timed step.
+
+        Args:
+            index: Number of the step.
+            zero: The engine.
+            unit: The set of parameters, gathered and reduced together, that is checked before the step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
             model, _ = model_of_masters(self.trial, zero)
@@ -238,9 +246,11 @@ class Comparison:
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
         """Compare the reduced gradients of the drawn step with those that a single process has computed for it.
 
-        Call this method in every step, after the backward passes and before the optimizer's step.  It does nothing
-        except in the one step that :meth:`before_drawn_step` has prepared.  It sends no message.  The difference is
-        noted in ``compared``.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
+        The drawn step is the one step that :meth:`before_drawn_step` has prepared.  Call this method in every step,
+        after the backward passes and before the optimizer's step; in all other steps it does nothing.  The largest
+        difference of each unit is noted in ``compared``, except with error feedback, which puts errors of earlier steps
+        into the gradients.  The method sends no message.  The step's loss is compared later, by
+        :mod:`harness.runs.merge_ranks`.
         """
         if self._awaited is None or index != self.drawn:
             return
@@ -252,17 +262,25 @@ class Comparison:
                 self.compared.gradient_errors += _gradient_errors(gradient, strategy)
 
     def forget_step(self, index: int) -> None:
-        """Remove the gradient errors of step ``index`` from ``compared``, because its gradients have overflowed."""
+        """Remove the gradient errors of step ``index`` from ``compared``.
+
+        Call this if a gradient of the step is not finite (an overflow): the step is then skipped, and its gradients
+        cannot be compared.
+        """
         errors = self.compared.gradient_errors
         self.compared.gradient_errors = [error for error in errors if error.step != index]
 
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
-        """Compare loss and reduced gradients of a rehearsal of step ``index`` with those of a single process.
+        """Rehearse step ``index``, and compare its loss and reduced gradients with those of a single process.
 
-        The single process has the same masters (fp32 weights), and encodes them once with the policy's codecs.  It
+        A rehearsal runs the step's passes in advance, and changes nothing that training depends on.  The single process
+        has the same masters (fp32 weights) as the engine, and encodes these weights once with the policy's codecs.  It
         cannot reproduce what the engine keeps from earlier steps.  Nothing is therefore compared if the policy sends
         differences of weights or has a bit budget.  Gradients are not compared if the policy has error feedback, or if
         a user's own reduction keeps values from earlier steps.
+
+        If the step itself should give the same gradients as the rehearsal, ``checks`` keeps the rehearsal's gradients,
+        to compare them later with those of the step.
         """
         if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
@@ -276,19 +294,21 @@ class Comparison:
     ) -> ComparedLoss:
         """Run the passes of step ``index``, and compare their loss and gradients with those of a single process.
 
-        Call this inside a rehearsal, which restores everything that training depends on.
+        Call this inside :func:`_rehearsal`, which afterwards restores everything that training depends on.
 
         Args:
             index: Number of the step.
             strategy: The strategy.
             zero: The strategy's engine, from which the single process gets its weights.
             data: The batches to use.  In the drawn step (the one step that seed and repeat choose for a check), these
-                may be only a part of the trial's batches.
-            unit: The unit that is checked in the drawn step; None in other steps.
+                are only a part of the trial's batches.
+            unit: The unit (set of parameters that are reduced together) that is checked in the drawn step; None in
+                other steps.
 
         Returns:
-            The losses of the single process.  In the drawn step, the field ``trained`` is the loss of the trial's whole
-            batches; it is None for a user's own model.
+            The losses of the single process.  Their field ``trained`` is the loss that the training step itself should
+            have, over the trial's whole batches; it is None if this loss is not known
+            (:meth:`.SingleProcess._trained`).
         """
         model, gathered = model_of_masters(self.trial, zero)
         clock = Clock(self.trial.seed, zero.clock.step)
@@ -308,7 +328,7 @@ class Comparison:
         """Measure the errors of a grid of codecs on the trained weights and gradients, and note them in ``compared``.
 
         The gradients are computed by the passes of one further step, whose optimizer step is left out.  Nothing is done
-        without our engine, or if the suite measures no errors.
+        without our engine, if the suite measures no errors, or in repeats after the first.
         """
         if strategy.zero is None or not self.measures:
             return
@@ -318,7 +338,7 @@ class Comparison:
         self.compared.lossless = quantisation_error.measure_lossless(strategy.zero)
 
     def _group(self) -> slice:
-        """Return a slice of rank numbers: the ranks over which gradients are averaged.
+        """Return the numbers of the ranks over which this rank's gradients are averaged, as a slice.
 
         With local steps, these are the ranks of this rank's state group, which trains apart from other groups.
         Otherwise they are all ranks.
@@ -332,7 +352,7 @@ def compares_first(trial: Trial, drawn: int | None) -> bool:
     """Return whether a trial's loss and gradients are compared with a single process's before training begins.
 
     Most trials make this comparison only during training, in one step that is chosen at random from seed and repeat
-    (the *drawn* step).  A trial makes the comparison before training if one of these is true:
+    (the *drawn* step).  The result is True in each of these cases:
 
     - The trial is the first repeat.
     - No step is drawn.
@@ -341,6 +361,8 @@ def compares_first(trial: Trial, drawn: int | None) -> bool:
       or the gradients of the drawn step are not always compared.
     - The trial has no warm-up steps.  The comparison then makes the first passes of the process, which are slow and
       would otherwise be timed.
+
+    A trial with a user's own model, reduction or gather makes the comparison even if the result is False.
 
     Args:
         trial: The trial.
@@ -365,11 +387,12 @@ def _rehearsal(
 ) -> Iterator[communication_error.ReductionObserver]:
     """Context for passes that send the same messages as a training step, but have no effect on later training.
 
-    When the context ends, gradients and gathered weights are dropped.  Buffers, random states and the state of codecs
-    are restored.
+    When the context ends, gradients and gathered weights are dropped.  Buffers, random states and what the engine keeps
+    for later messages, such as the errors of error feedback, are restored.
 
     Yields:
-        An observer of the reductions of the unit named ``unit``, or of all units if ``unit`` is None.
+        An observer of the gradient reductions in the context.  It observes the unit (set of parameters that are reduced
+        together) that is named ``unit``, or all units if ``unit`` is None.
     """
     assert strategy.wire is not None  # noqa: S101  # callers compare only trials with a wire
     observed, device = communication_error.ReductionObserver(unit), next(strategy.model.parameters()).device
@@ -379,22 +402,24 @@ def _rehearsal(
 
 
 def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.int64]]) -> str | None:
-    """Check that hpZ's backward gather of a unit sends no weights between nodes; return a sentence if it does.
+    """Check that hpZ's gather of a unit for backward sends no weights between nodes; return a sentence if it does.
 
-    With hpZ inside nodes, each node keeps a copy of the weights, so that a backward gather needs no other node.  This
-    function gathers the unit's weights once as in forward and once as in backward.  It reads the bytes from the node's
-    network interface, independently of the engine's own counts.  The backward gather may send at most half as much as
-    the forward gather, or 4096 bytes if this is more.  All ranks must call this function together.
+    With hpZ inside nodes, each node keeps a copy of the weights, so that a gather for the backward pass needs no other
+    node.  This function gathers the weights of one unit (a set of parameters that are gathered together) once as in
+    forward and once as in backward.  It reads the bytes from the node's network interface, independently of the
+    engine's own counts.  The backward gather may send at most half as much as the forward gather, or 4096 bytes if this
+    is more.  All ranks must call this function together.
 
     Args:
         zero: The engine.
         name: Name of the unit.
-        count: Returns what this node has sent so far.  Element 0 is the bytes of the node's network interface, or 0 if
-            these bytes are not known.
+        count: A function that returns what this node has sent so far, as an array.  Element 0 is the bytes of the
+            node's network interface, or 0 if these bytes are not known.
 
     Returns:
-        A sentence with the bytes that were sent.  None if the gather sent no weights between nodes, if the policy has
-        no hpZ inside nodes, or if the node has no network interface of its own, so that its bytes are not known.
+        A sentence with the bytes that were sent.  None if the backward gather sent no weights between nodes, if the
+        policy has no hpZ inside nodes, or if the node has no network interface of its own, so that its bytes are not
+        known.
     """
     topology = zero.wire.mesh.topology
     if (
@@ -425,7 +450,8 @@ def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[Gradie
     """Compare this rank's reduced gradients with ``gradient``, the gradient that a single process computed.
 
     Returns:
-        The error of each unit's gradient.  Units of which nothing could be compared are left out.
+        The error of each unit's gradient, where a unit is a set of parameters that are reduced together.  Units of
+        which nothing could be compared are left out.
     """
     scale = strategy.loss_scale
     errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)

@@ -36,7 +36,8 @@ _MUON_ERROR: Final = 2.0**-5
 def watch(trial: Trial, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
     """Return an observer of one matrix that Muon updates; :func:`compare_step` uses its notes to check one step.
 
-    The trial's seed and repeat choose the matrix and the step.
+    The observer notes this rank's part of the matrix before and after the step.  The trial's seed and repeat choose the
+    matrix and the step.
 
     Returns:
         The observer.  None if the trial cannot be checked (:func:`~.single_process.checked_step`), or if this rank's
@@ -58,11 +59,12 @@ def watch(trial: Trial, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixW
 def compare_step(trial: Trial, index: int, zero: Zero, witness: MatrixWitness) -> str | None:
     """Recompute Muon's step of one whole matrix, and compare the result with the matrix after step ``index``.
 
-    ``witness`` has noted this rank's part of the step (:func:`watch`).  All ranks must call this function.
+    ``witness`` (:func:`watch`) has noted this rank's part of the matrix, of its momentum and of its gradient.  All
+    ranks must call this function.
 
     Returns:
-        A sentence on the element that differs most.  None if all elements are within the tolerance, or if the
-        optimizer skipped the step.
+        A sentence on the element that differs most.  None if all elements are within the tolerance, or if the optimizer
+        skipped the step.
     """
     parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
     if parts is None:  # the step was skipped, on all ranks
@@ -99,8 +101,9 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
 ) -> tuple[Tensor, float]:
     """Compute one step of a whole matrix by the formula of ``torch.optim.Muon``.
 
-    As in training, each rank's part of the momentum and of the update is encoded and decoded, with the codecs
-    ``owned``.
+    In training, one rank owns the matrix.  All ranks send their parts of the momentum to the owner, which
+    orthogonalises the matrix and sends parts of the result (the update) back.  Here, too, each part is encoded and
+    decoded.
 
     Args:
         trial: The trial, whose optimizer is Muon.
@@ -109,7 +112,7 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
         momentum: The momentum, of the same shape, before the step.
         gradient: The mean gradient, of the same shape.
         owned: The codec in which parts of the momentum are sent, and the codec in which parts of the update are sent.
-        places: The (first, end) elements of each rank's part in the matrix.
+        places: Each rank's part of the flattened matrix, as (first element, element after the last).
 
     Returns:
         (matrix after the step, learning rate as Muon adjusts it to the matrix's shape).

@@ -2,7 +2,7 @@
 
 Each rank has an unsharded copy of the model and computes the losses of its own batches.  The gradients of all ranks are
 averaged without the engine: :class:`~harness.measure.gradient_bounds.FirstGradient` does this.  The model computes with
-the weights as the ranks gather them, that is, quantised and decoded by the reference codecs.
+the weights as the ranks gather them, that is, quantised and decoded by the reference implementation of the codecs.
 """
 
 from __future__ import annotations
@@ -99,14 +99,16 @@ class SingleProcess:
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: The unit to check in the drawn step (the one step that seed and repeat choose for a check); None in
-                other steps.  With a unit, the result differs in two ways.  The gradient also keeps this rank's own
-                gradient of the unit, as ``latest``.  The loss with fp32 weights, ``reference``, is not computed, and
-                has the value of ``expected`` instead.  The model's weights are afterwards the quantised ones.
-            gathered: The weights that a user's own gather returned for forward and backward passes; None without one.
+            unit: The unit (set of parameters that are reduced together) that is checked in the drawn step, the one step
+                that seed and repeat choose for a check.  None in other steps.  With a unit, the result differs in two
+                ways.  The gradient also keeps this rank's own gradient of the unit in the last micro-batch, as
+                ``latest``.  The loss with fp32 weights, ``reference``, is not computed, and has the value of
+                ``expected`` instead.  Afterwards the model keeps the quantised weights.
+            gathered: The weights that a user's own gather returned for forward and backward passes; None without such a
+                gather.
 
         Returns:
-            (losses on this rank's batches, mean gradient of all ranks).  The gradient is None if the trial only
+            (losses on this rank's batches, gradient averaged over ranks).  The gradient is None if the trial only
             decodes, or if its peer (DeepSpeed) does not show its gradients.
 
         Raises:
@@ -140,11 +142,15 @@ class SingleProcess:
 
     @property
     def _family(self) -> str | None:
-        """The library that trains the model, or that our policy runs inside; None if our engine trains."""
+        """The library that trains the model, or inside which our policy runs; None if our engine trains."""
         return self.trial.host or family_of(self.trial.strategy)
 
     def _loss(self, model: nn.Module, data: Batches, step: int) -> float:
-        """Return the mean loss with the model's own fp32 weights."""
+        """Return the model's mean loss over the batches of step ``step``, computed with its fp32 weights.
+
+        Raises:
+            Refusal: If a user's own model raised an error.
+        """
         try:
             return mean_loss(model, batches_of(data, step))
         except Exception as error:  # an error of a user's own model becomes a Refusal, unless memory ran out
@@ -160,14 +166,17 @@ class SingleProcess:
     ) -> tuple[Sequence[UnitGeometry | GroupGeometry], Sequence[Layout] | None]:
         """Return the units in which the trial gathers weights, and how its gradients are sharded.
 
+        A unit is a set of parameters that are gathered together.
+
         Args:
             model: The unsharded model.
-            whole: The trial's policy; None if a library trains the model without one.
-            policy: The policy of the step.
+            whole: The trial's policy; None if a library trains the model without a policy of ours.
+            policy: The policy of the step, which a schedule may change; None like ``whole``.
 
         Returns:
-            (units, layouts).  DDP gathers no weights and has no units.  DeepSpeed has no units either, and its layouts
-            are None, because it does not show its reduced gradients.
+            (units, layouts).  A layout says how one reduced gradient is sharded.  DDP gathers no weights, so the units
+            are empty.  With DeepSpeed the units are empty too, and the layouts are None, because DeepSpeed does not
+            show its reduced gradients.
         """
         trial, topology = self.trial, self.topology
         units: Sequence[UnitGeometry | GroupGeometry]
@@ -186,14 +195,15 @@ class SingleProcess:
     ) -> float | None:
         """Return the loss that the training step itself should have, or None if it is not known.
 
-        It is not known before training (step 0), and for models whose losses in training mode and in evaluation mode
-        may differ.
+        The loss is not known before training (step 0), and for models whose losses in training mode and in evaluation
+        mode may differ.
 
         Args:
             model: The model as the trial computes it.
-            data: The batches of ``loss``.
+            data: The batches over which ``loss`` was computed.
             step: The step.
-            unit: The unit that is checked in the drawn step; None in other steps.
+            unit: The unit (set of parameters) that is checked in the drawn step, the one step that seed and repeat
+                choose for a check; None in other steps.
             loss: The loss in evaluation mode.
         """
         if unit is None:
@@ -229,12 +239,13 @@ class SingleProcess:
             layouts: How gradients are sharded.
             data: Where batches come from.
             step: The step whose batches are used.
-            columns: The weights for backward passes, by parameter name.  If the dict is empty, backward passes compute
-                with the model's weights, as forward passes do.  It is not empty if ``policy.planes`` is not 1, or with
-                a user's own gather.
+            columns: The weights for backward passes, by parameter name.  An empty dict means that backward passes
+                compute with the model's weights, as forward passes do.  The dict has weights in two cases:
+                ``policy.planes`` is not 1 (backward passes then use weights with blocks along columns), or a user's own
+                class gathers weights.
             policy: The policy of the step; None if another engine trains (a peer, such as DDP).
-            unit: A unit whose gradient on this rank, of the last micro-batch, is kept as ``latest`` in the result; None
-                to keep none.
+            unit: The set of parameters whose gradient on this rank, of the last micro-batch, is kept as ``latest`` in
+                the result; None to keep none.
 
         Returns:
             (mean loss, mean gradient).
@@ -268,10 +279,10 @@ class SingleProcess:
 
 
 def checked_step(trial: Trial) -> int | None:
-    """Return the drawn step: the step, chosen at random, in which a trial of our engine is compared with one process.
+    """Return the index of the drawn step, in which a trial of our engine is compared with a single process.
 
-    Returns:
-        The index of the step.  None if the trial has no such step, or if one process cannot repeat the trial's steps.
+    The step is chosen at random from the trial's seed and repeat number.  The result is None if the trial has too few
+    steps, or if a single process cannot repeat the trial's steps.
     """
     # The check gathers masters through torch.distributed itself, not through the engine's wire.  With transport
     # "staged" this is gloo, which cannot gather tensors of a GPU.  In workload rlhf, the sharded model generates its
@@ -286,9 +297,10 @@ def model_of_masters(trial: Trial, zero: Zero) -> tuple[nn.Module, Gathered | No
     """Build an unsharded model from the engine's masters (fp32 weights).
 
     Returns:
-        (model, gathered).  ``gathered`` is None without a user's own gather.  With such a gather, the model has the
-        masters, but must compute with the weights in ``gathered``: those that the user's gather returns now.  The
-        engine's next passes gather the same weights.
+        (model, gathered).  ``gathered`` is None unless a user's own class gathers weights.  With such a class, the
+        model's weights are the masters, but the caller must compute with ``gathered``: the weights that the class
+        returns for forward and for backward passes when it gathers now.  The engine's next passes gather the same
+        weights.
     """
     if ":" in trial.model.name:  # may have buffers
         with next(zero.model.parameters()).device:

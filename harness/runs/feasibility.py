@@ -112,15 +112,19 @@ class Forecast:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Sentences on why the trial is not run: its problems or, if it has none, the message of its failure.
+        """Sentences on why the trial is not run; empty if the trial can run.
 
-        Empty if the trial can run.
+        They are the trial's problems, because of which the whole suite is refused.  If there are no problems, they are
+        the message of its failure, with which this trial alone is recorded.
         """
         return self.problems or (() if self.failure is None else (self.failure.message,))
 
     @property
     def padding(self) -> float:
-        """Elements of padding in all units together, divided by the model's elements; 0 if there are no units."""
+        """Number of padding elements of all units together, divided by the model's elements; 0 if there are no units.
+
+        A unit is a set of parameters that are gathered together.  Units are padded so that shards are equally long.
+        """
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
 
@@ -209,7 +213,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 
 
 def _matrices(trial: Trial, model: nn.Module | Listed) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the trained parameters that Muon updates."""
+    """Return the names and shapes of the trained parameters that Muon updates; an empty list without Muon."""
     if isinstance(model, Listed):
         return [(place.spec.name, tuple(place.spec.shape)) for place in model.placed if place.spec.group]
     from harness.strategies.optimizers import group_of
@@ -229,8 +233,8 @@ def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
 def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
     """Return why Muon cannot update the parameters that the trial gives to it.
 
-    Returns None if Muon can update them, or if the trial does not use Muon.  Without this check, such parameters would
-    be refused only when training begins.
+    Returns None if Muon can update them, or if the trial does not use Muon.  The engine itself refuses such parameters
+    too, but only when training begins.
     """
     if not trial.optimizer.orthogonalises:
         return None
@@ -276,7 +280,7 @@ def _unread(trial: Trial) -> dict[str, str]:
 
 
 def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
-    """Raise an error if a user's own codec, one of ``codecs``, does not support ``device``."""
+    """Raise an error if one of ``codecs``, which are a user's own, does not support ``device``."""
     import torch
 
     from impl.ops import check_devices
@@ -337,7 +341,9 @@ def _plan(
 ) -> dict[str, int] | None:
     """Predict the bytes that a trial sends, and return the memory that its ranks need.
 
-    Bytes sent, bytes copied, padded elements and the work of a step are written into ``prediction``.
+    Bytes sent, bytes copied, padded elements and the work of a step are written into ``prediction``.  Bytes sent and
+    the work of a step are left out if they cannot be predicted, because a class of the user's own sends messages that
+    it does not declare.
 
     Args:
         prediction: The prediction of the trial, which this function completes.
@@ -416,7 +422,8 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
 def failure_after(trial: Trial, record: Record) -> Failure | None:
     """Return a Failure if a rank of a trial that has run held more bytes than the trial's ``memory_limit``; else None.
 
-    A part of memory, such as ``gradients``, is counted only if it was also predicted before the run.
+    A part of memory, such as ``gradients``, is counted only if it was also predicted.  If another engine than ours has
+    trained, nothing was predicted on the ranks, and all parts are counted.
     """
     for rank in record.ranks:
         predicted = rank.memory.formula or rank.memory.engine  # peers have no formula
@@ -451,7 +458,7 @@ def check_folder(folder: Path) -> list[Record]:
     """Return the records of a results folder.
 
     Raises:
-        Refusal: If the folder cannot be written, or holds results of other code.
+        Refusal: If the folder cannot be written, or holds results of another version of the code.
         RecordError: If a record cannot be read.
     """
     source = machine.code().get("source")
@@ -489,8 +496,8 @@ def check_writable(folder: Path, name: str) -> None:
 def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
     """Raise a Refusal if the inputs of a record have changed since the record was written.
 
-    Inputs are the corpus, and the user's own models, optimizers and other objects.  Only records of this suite's trials
-    that have measurements are checked.
+    Inputs are the corpus, and the user's own models, optimizers and other objects.  A record is checked if it has
+    measurements, and if its trial belongs to this suite.
 
     Args:
         folder: The results folder.
@@ -529,9 +536,10 @@ def _advice(path: Path) -> str:
 def _layout_problem(trial: Trial, error: Exception) -> str:
     """Return an error message that says why a trial's units cannot be planned.
 
-    ``error`` is the exception that the planning raised.  If the units need too much padding, the message also names the
-    setting that allows this padding.  Units are padded to a multiple of the blocks of all policies in the suite.  If a
-    smaller multiple would be enough for this trial's policy alone, the message says so.
+    A unit is a set of parameters that are gathered together.  ``error`` is the exception that the planning raised.  If
+    the units need too much padding, the message also names the setting that allows this padding.  Units are padded to a
+    multiple of the quantisation blocks of all policies in the suite.  If a smaller multiple would be enough for this
+    trial's policy alone, the message says so.
     """
     if not isinstance(error, PaddingError):
         return str(error)

@@ -1,8 +1,8 @@
 """Decides which trials a sweep runs next, batch by batch.
 
 The first batch of a sweep has all trials that the suite lists.  With ``repeats = "until 2 %"``, further batches follow.
-Each repeats some trials once more, until the confidence intervals of their speed-ups over the baseline are narrow, or
-the largest number of repeats is reached.
+Each further batch repeats some trials once more, until the confidence intervals of their speed-ups over the baseline
+are narrow, or the largest number of repeats is reached.
 
 A further batch is decided setting by setting; the trials of one setting differ only in configuration, seed and repeat.
 A setting is repeated as long as the interval of any of its configurations is too wide.  Intervals are computed as in
@@ -30,7 +30,7 @@ from harness.suites.trial import Trial
 
 
 class Timing(NamedTuple):
-    """How long a step or a generation of a trial typically takes."""
+    """How long a training step, or the generation of a text, typically takes in one trial."""
 
     seconds: float
     disturbed: bool  # whether other programs disturbed the trial (:attr:`Record.disturbed`)
@@ -41,16 +41,16 @@ _Timings = Mapping[tuple[int, int], Timing]  # timings of a configuration by (se
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Trials that run one after another, and the sweep that they belong to."""
+    """Trials that run one after another, and the number of their sweep (one run of all repeats of a suite)."""
 
     sweep: int  # number of the sweep, from 0
     trials: tuple[Trial, ...]  # in the order in which they run
-    first: int = 0  # place of the first trial in the order of all trials, unless an earlier batch precedes
-    beside: tuple[Trial, ...] = ()  # further trials of the sweep that no batch of this run has
+    first: int = 0  # if this is the run's first batch: place of its first trial in the order of all trials
+    beside: tuple[Trial, ...] = ()  # other trials of the sweep, which no batch of this run has
 
 
 def batches(suite: Suite, sweeps: int, timing: Callable[[Trial], Timing | None]) -> Iterator[Batch]:
-    """Yield the batches of trials that a suite's sweeps run, in order.
+    """Yield the batches of trials that a suite's sweeps run, in order; a sweep runs all repeats of the suite.
 
     The caller must run all trials of a batch before it takes the next batch, which depends on the trials' timings.
 
@@ -80,8 +80,9 @@ def batches(suite: Suite, sweeps: int, timing: Callable[[Trial], Timing | None])
 def single(suite: Suite, trial: Trial) -> Batch:
     """Return a batch with a single trial of a suite, to run only this trial.
 
-    The batch also states the trial's sweep, and the trial's place in the order of all trials.  A trial that a sweep
-    runs only if intervals are too wide (``repeats = "until ..."``) is placed after all trials that are sure to run.
+    The batch also states the number of the trial's sweep, and the trial's place in the order of all trials.  Some
+    trials run only if intervals are too wide (``repeats = "until ..."``).  Such a trial is placed after all trials that
+    are sure to run.
     """
     number, most = trial.repeat // suite.repeats.most, suite.repeats.most
     order = [each.id for sweep in range(number + 1) for each in suite.sweep(sweep)]
@@ -94,8 +95,8 @@ def timing_of(record: Record | None) -> Timing | None:
     """Return how long a trial's step, or its generation of a text, typically takes, from the trial's record.
 
     - For a trial that trains: the median over the timed steps, where a step counts with the seconds of its slowest
-      rank.  If the policy has a schedule, a median is taken for each phase of the schedule, and the result is their
-      mean, weighted by the phases' numbers of timed steps.
+      rank.  If the policy has a schedule, a median is taken for each phase (the steps with the same policy), and the
+      result is the mean of these medians, weighted by the phases' numbers of timed steps.
     - For a trial that generates: the geometric mean over the timed generations.  The seconds of a generation are the
       sum over its tokens, where a token counts with the seconds of its slowest rank.
 
@@ -114,7 +115,11 @@ def timing_of(record: Record | None) -> Timing | None:
 
 
 def _typical_step(record: Record, timed: Sequence[float]) -> float:
-    """Return the seconds of a typical step of a trial that trains; ``timed`` are the seconds of its timed steps."""
+    """Return the typical seconds of a training step; ``timed`` has the seconds of the trial's timed steps, in order.
+
+    The result is the median.  If the policy has a schedule, it is the mean of the medians of the phases (the steps with
+    the same policy), weighted by the phases' numbers of steps.
+    """
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None or not policy.schedule:
         return statistics.median(timed)
@@ -135,13 +140,13 @@ def _wide_trials(
     """Return the trials of one setting that must run once more, because a speed-up's confidence interval is too wide.
 
     Trials of one setting differ only in configuration (strategy and policy), seed and repeat.  Each configuration but
-    the baseline has a speed-up: the baseline's seconds over its own seconds.
+    the baseline has a speed-up: the baseline's seconds divided by the configuration's seconds.
 
     - If the baseline failed, or the intervals of all speed-ups are narrow, the returned list is empty.
-    - If any interval is too wide, the list has all trials of the setting, baseline included, except those of
+    - If any interval is too wide, the list has all trials of the setting, baseline included, but no trials of
       configurations that failed.
 
-    If the setting has several baselines, the one that changes the fewest fields of its preset is used.
+    If the setting has several baselines, the baseline that changes the fewest policy fields of its strategy is used.
 
     Args:
         suite: The suite, which determines the baseline.
@@ -168,10 +173,11 @@ def _wide_trials(
 
 
 def narrow(halves: Sequence[float], within: float) -> bool:
-    """Return whether a confidence interval is narrow now, and already was narrow :data:`BEYOND` or more repeats ago.
+    """Return whether a confidence interval is narrow after the last repeat, and was narrow some repeats before.
 
-    The second condition is needed because an interval may be narrow by chance.  Without it, a sweep would stop at the
-    first narrow interval, and only 92.6 % of the intervals would contain the true ratio instead of 95 %.
+    The earlier time must be at least :data:`BEYOND` repeats before the last repeat.  This second condition is needed
+    because an interval may be narrow by chance.  Without it, a sweep would stop at the first narrow interval, and only
+    92.6 % of the intervals would contain the true ratio instead of 95 %.
 
     Args:
         halves: The interval's half width after each number of repeats, in order.
@@ -185,8 +191,9 @@ def _half_widths(base: _Timings, configuration: _Timings, done: range) -> list[f
     """Return the half width of a speed-up's confidence interval after each number of repeats.
 
     The speed-up is the seconds of the baseline over the seconds of the configuration.  A half width says how far the
-    upper end lies above the speed-up, as a share of the speed-up.  The first entry of the result is computed from the
-    first FEWEST repeats, the next entry from one repeat more, and the last entry from all repeats in ``done``.
+    interval's upper end lies above the speed-up, as a share of the speed-up.  The first half width in the list is
+    computed from the first :data:`FEWEST` repeats, the next from one repeat more, and the last from all repeats in
+    ``done``.
 
     Args:
         base: Timings of the baseline by (seed, repeat).

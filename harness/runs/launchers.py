@@ -1,8 +1,9 @@
 """Finds this process's place among the processes that a launcher started: torchrun, Slurm or ssh.
 
-A launcher starts one supervisor per node with the same command line.  The supervisor of node 0 leads: it runs the
-sweep, and has the others start their ranks (:mod:`harness.cluster.node_supervisors`).  The place is read from the
-launcher's environment variables.
+A launcher starts one supervisor per node with the same command line.  A supervisor is the process that starts and
+watches the ranks of its node.  The supervisor of node 0 leads: it runs the sweep, and has the other supervisors start
+the ranks of their nodes (:mod:`harness.cluster.node_supervisors`).  The place is read from the launcher's environment
+variables.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _SLURM_PORTS: Final = range(20_000, 32_000)  # below the ports that kernels give
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
     """Return the distinct clusters of those trials that need a launcher, the cluster with the most nodes first.
+
+    A trial's cluster is its field ``cluster``: the nodes, the ranks and the link between nodes.
 
     Raises:
         Refusal: If the clusters differ in launcher, hosts or options of Slurm.
@@ -82,7 +85,7 @@ def place(trials: Sequence[Trial]) -> Place | None:
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """Return the cluster for which this process must first start a Slurm job or job step; None if it need not.
+    """Return the cluster for which this process must first start a Slurm job or job step; None if none must be started.
 
     The result is the trials' cluster with the most nodes.  It is None if the trials do not use Slurm, or if this
     process is in a job step already.
@@ -118,17 +121,17 @@ def lead_nodes(
 ) -> Iterator[Nodes | None]:
     """Connect to the supervisors of all nodes, yield the nodes, and disconnect when the ``with`` block ends.
 
-    A supervisor is the process that starts and watches the ranks of a node; the launcher started one on each node.
-    Yields None if ``leader`` is None, since all ranks then run on this machine.
+    A supervisor is the process that starts and watches the ranks of a node; the launcher started one on each node.  If
+    ``leader`` is None, all ranks run on this machine, and None is yielded.
 
     Args:
         leader: The place of this process, which must be on node 0 (:func:`place`); None if no trial needs a launcher.
         trials: All trials of the suite.
-        same_code: Whether all nodes must run the same code.
+        same_code: Whether all nodes must run the same version of the code.
 
     Raises:
-        Refusal: If not all supervisors connect, if a connection is lost, or if nodes do not run the same code although
-            they must.
+        Refusal: If not all supervisors connect, if a connection is lost, or if nodes run different versions of the code
+            although ``same_code`` is True.
     """
     if leader is None:
         yield None

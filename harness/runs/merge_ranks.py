@@ -1,4 +1,4 @@
-"""Merges what all ranks of a trial measured into the trial's record, and checks it.
+"""Merges what all ranks of a trial measured into the trial's record, and checks the record.
 
 The checks compare the ranks with each other, the sharded model with a single process, the errors of codecs with their
 bounds, and numbers of the record with each other (:mod:`harness.records.record_checks`).  A trial that fails a check
@@ -33,10 +33,10 @@ from impl.policy.policy import Policy
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
-    """Merge the outcomes of a trial's ranks into its record.
+    """Merge what a trial's ranks measured into the trial's record, check the record, and return it.
 
     Args:
-        outcomes: The outcomes, by rank.
+        outcomes: What each rank measured (:class:`~harness.runs.rank_trial.Outcome`), in the order of ranks.
         blank: The trial's record without measurements, as it was made before the ranks ran.
 
     Raises:
@@ -93,14 +93,15 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
     """Return a node's adapter counters, with ``booked_bytes`` filled in from the ledgers of the node's ranks.
 
-    ``booked_bytes`` are the bytes that these ledgers say were sent to other nodes.  If a rank of the node has no
+    A rank's ledger is our engine's own count of the bytes that the rank sent.  ``booked_bytes`` are the bytes that
+    these ledgers say were sent to other nodes; they can be compared with the counters.  If a rank of the node has no
     ledger, ``adapters`` is returned unchanged.
 
     Args:
         adapters: The counters of the node's network adapters.
         ranks: Records of all ranks.
-        trained: Whether the trial's workload is training.  Bytes of evaluations are then left out, since the counters
-            do not include them either.
+        trained: Whether the trial's workload is training.  If True, bytes of evaluations are left out, since the
+            counters do not include these bytes either.
     """
     ledgers = [rank.ledger for rank in ranks if rank.node == adapters.node]
     if None in ledgers:
@@ -130,9 +131,10 @@ def _until_infinite(losses: Sequence[float]) -> list[float]:
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
-    """Merge all ranks' results of one validation: their mean loss, the longest time, and the sum of their bytes.
+    """Merge all ranks' results of one validation: the mean loss, the longest training time, and the sum of the bytes.
 
-    The bytes are None if they are None on any rank.
+    The bytes are those that training has sent between nodes until the validation.  They are None if they are None on
+    any rank.
     """
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
@@ -146,9 +148,10 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
     """Merge the gradient errors of all ranks into one check for each step and unit.
 
-    A check has the number of elements that all ranks together compared, and the largest :attr:`GradientError.share` of
-    any rank.  A share compares an element of the reduced gradient with the same element of a single process's gradient:
-    it is the difference between the two, divided by the allowed difference, and should be at most 1.
+    A unit is a set of parameters that are reduced together.  A check has the number of elements that all ranks together
+    compared, and the largest :attr:`GradientError.share` of any rank.  A share compares an element of the reduced
+    gradient with the same element of a single process's gradient: it is the difference between the two, divided by the
+    allowed difference, and should be at most 1.
     """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:
@@ -165,7 +168,7 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 
 def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
-    """Yield a sentence for each fault of a trial.
+    """Yield a sentence for each fault that the checks find in a trial's results.
 
     Faults before training come first, then faults of later steps, then contradictions inside the merged record.
 

@@ -1,8 +1,10 @@
 """Predicts, without running a trial, the bytes that the trial sends and the bytes of memory that it holds.
 
-A preset is planned from the shapes of its parameters; any other model is built on the meta device.  Then
-:mod:`impl.plan.traffic` counts the bytes of the units.  Therefore models and clusters that do not fit on this machine,
-such as 100 B parameters on 64x16 ranks, are predicted within seconds.  Activations are not counted.
+Both are computed from the model's units, the sets of parameters that are gathered and reduced together.  The units of a
+preset model are planned from the shapes of its parameters; any other model is built on the meta device, where tensors
+have no values.  Then :mod:`impl.plan.traffic` counts the bytes that the units' messages take.  Therefore models and
+clusters that do not fit on this machine, such as 100 B parameters on 64x16 ranks, are predicted within seconds.
+Activations are not counted.
 
 Only the ranks of node 0 are computed, because all nodes send the same number of bytes.  The exception is Muon: each
 matrix is sent to one rank, its owner, and so these messages are computed for the ranks of all nodes.
@@ -47,7 +49,10 @@ The value is a Refusal if the model cannot be built.
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The parameters and blocks of a preset model, from which its units are planned without torch."""
+    """The parameters and blocks of a preset model, which suffice to plan the model's units without torch.
+
+    A block is a repeated part of the model.  A unit is a set of parameters that are gathered together.
+    """
 
     placed: Sequence[Placed]  # the parameters
     blocks: Sequence[str]  # names of the blocks
@@ -59,8 +64,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
     """Return a trial's model in the cheapest form from which its units can be planned.
 
-    For a preset, this is usually the list of its parameters (:class:`Listed`).  In all other cases it is the model on
-    the meta device, or a Refusal if the model cannot be built.
+    A unit is a set of parameters that are gathered together.  For a preset, the form is usually the list of its
+    parameters (:class:`Listed`).  In all other cases it is the model on the meta device, or a Refusal if the model
+    cannot be built.  ``models`` keeps models on the meta device, so that equal models are built only once.
     """
     policy = trial.resolved_policy()
     cut = policy is not None and policy.memory.largest_unit
@@ -77,8 +83,8 @@ def rank_memory(
 ) -> dict[str, int]:
     """Predict how many bytes each part of a rank's memory takes, with the transport and the micro-batches of a trial.
 
-    :func:`impl.plan.memory.memory` lists the parts.  ``policy`` may differ from the trial's own policy.  ``backward``
-    is False for units that only run forward.
+    :func:`impl.plan.memory.memory` lists the parts.  ``units`` are the sets of parameters that are gathered together.
+    ``policy`` may differ from the trial's own policy.  ``backward`` is False for units that only run forward.
     """
     transport, threads = trial.cluster.transport, trial.cluster.ranks == "threads"
 
@@ -99,7 +105,8 @@ def rank_memory(
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
     """Return ``model`` on the meta device, or a Refusal if it cannot be built.
 
-    The result is kept in ``models``, so that equal models are built only once.
+    ``sequence`` is the length of the sequences that the model gets.  The result is kept in ``models``, so that equal
+    models are built only once.
     """
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
@@ -136,9 +143,10 @@ def per_node_bytes(
     Args:
         policy: The trial's policy.
         topology: The trial's nodes and ranks.
-        units: Units of the model that trains or decodes, or FSDP2's groups; with ``judges``, the units of the judges.
+        units: The sets of parameters that are gathered and reduced together: those of the model that trains or decodes,
+            or FSDP2's groups of parameters.  If ``judges`` is True, those of the judges.
         trial: The trial.
-        judges: Whether ``units`` are the units of the frozen models that score in workload ``rlhf``.
+        judges: Whether ``units`` belong to the judges, the frozen models that score in workload ``rlhf``.
         methods: The messages that a user's own reduction declares, by unit name; None without such a reduction.
         gathers: Functions that return the messages that a user's own gather declares, by unit name; None without such a
             gather.
@@ -174,8 +182,9 @@ def per_node_bytes(
             before: The passes that the rank runs before the step.
 
         Returns:
-            (the predicted ledgers, from which the bytes were computed; the bytes of the step by kind of link).  The
-            list of ledgers is empty if FSDP2 or DDP runs the policy.
+            (books, sent).  ``books`` are predictions of the messages of the step's passes, from which ``sent`` was
+            computed; the list is empty if FSDP2 or DDP runs the policy.  ``sent`` is the bytes of the step by kind of
+            link.
         """
         books = list[Book]()
 
@@ -267,9 +276,9 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
     - With local steps, :func:`_local_beginnings` gives the kinds.
     - With a schedule, steps with different policies are of different kinds.
-    - If the policy sends differences (the changes of weights since they were last sent), steps that send whole weights
-      and steps that send differences are of different kinds.  A step of the second kind begins after the passes of one
-      step that sends whole weights.
+    - If the policy sends differences (the changes of weights since they were last sent), there are two kinds: steps
+      that send the weights themselves, and steps that send differences.  A step of the second kind begins after the
+      passes of one step of the first kind.
     - In all other trials, all steps are of one kind.
 
     Returns:
@@ -338,8 +347,8 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
     """Return the bytes of ``masters``, ``gradients`` and ``optimizer`` state that one rank of a peer holds.
 
-    A peer is another engine than ours: a single process, DDP, FSDP2 or DeepSpeed.  If a policy runs inside FSDP2 or
-    DDP, the bytes are those of this engine.
+    A peer is another engine than ours: a single process, DDP, FSDP2 or DeepSpeed.  Its ``masters`` are its fp32
+    weights.  If a policy runs inside FSDP2 or DDP, the bytes are those of FSDP2 or DDP.
 
     Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
     ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards the optimizer state from stage 1, gradients
@@ -366,7 +375,10 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
 
 
 def units_of(trial: Trial, record: Record) -> list[UnitGeometry]:
-    """Return the units that a record names, each with its padded size but with an empty list of parameters."""
+    """Return the units (sets of parameters that are gathered together) that a trial's record names.
+
+    A record has the padded size of each unit, but does not list the unit's parameters, so these lists are empty here.
+    """
     policy, topology = trial.resolved_policy(), trial.topology()
     group = 0 if policy is None else policy.group_ranks(topology)
     return [

@@ -28,7 +28,7 @@ class Display:
     Args:
         console: Where to print.
         results: The results folder, for the paths of logs.
-        total: The number of trials that are known to come; further batches may add more.
+        total: The number of trials that are known to come; further batches may add more trials.
     """
 
     def __init__(self, console: Console, results: Path, total: int = 0) -> None:
@@ -148,7 +148,7 @@ class Display:
         return f"{trial.id} {', '.join(parts)}, repeat {trial.repeat}"
 
     def _eta(self) -> str:
-        """Return the time left as text; empty until two trials have ended.
+        """Return the time left as text; empty until two trials have ended, and after the last trial.
 
         The first trial is left out of the mean duration of trials, because it includes starting up.
         """

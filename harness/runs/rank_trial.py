@@ -85,7 +85,7 @@ from impl.plan.traffic import Event, Sent
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The trial that a rank has to run, with options; the argument of :func:`run`."""
+    """The trial that a rank has to run, with options for the run; the argument of :func:`run`."""
 
     trial: Trial
     probe_bytes: int | None  # size of the message that probes the link; None for no probe
@@ -94,7 +94,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank measured; fields are named as in :class:`~harness.records.trial_record.Record`."""
+    """What one rank measured in a trial, and what was predicted for this rank.
+
+    :mod:`harness.runs.merge_ranks` merges the outcomes of all ranks into the trial's record.  Fields without a comment
+    are explained in :class:`~harness.records.trial_record.Record`.
+    """
 
     record: RankRecord
     validations: list[Validation]
@@ -110,9 +114,9 @@ class Outcome:
     probed: list[float]  # rates of the link into this rank's node in Mbit/s, one for each probe
     compared: Compared  # comparisons with a single process and with exact values
     checked: Checked  # what the rank noted in each step, for later checks
-    ran: dict[str, Any]
-    units: list[tuple[str, int, int]]
-    parameters: int
+    ran: dict[str, Any]  # facts on what ran, such as backend and versions
+    units: list[tuple[str, int, int]]  # each unit's name, elements, and elements with padding
+    parameters: int  # elements of the model
     machine_use: NodeUse | None
     decoded: list[str]  # SHA-256 of the tokens of each generation, warm-ups included
     spent: ProcessorUse | None  # CPU seconds in the timed steps; None if there may be several machines
@@ -144,8 +148,8 @@ def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
     The function gets the command's argument and its :class:`~harness.cluster.rank_processes.Launch`, and returns the
     argument to use:
 
-    - If the argument is an :class:`Assignment`, its trial is replaced by the same trial of ``suite``; the number of
-      the repeat stays.  Its folder is replaced by this node's folder.
+    - If the argument is an :class:`Assignment`, its trial is replaced by the same trial of ``suite``, with the number
+      of the repeat that the command gave.  The assignment's folder is replaced by this node's folder.
     - Any other argument is returned unchanged.
 
     The function raises a Refusal if ``suite`` does not have this trial, or has no trial that uses the command's
@@ -176,7 +180,7 @@ def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
 
 
 class TrialRun:
-    """State of a trial on one rank; constructing it sets the trial up."""
+    """A trial as it runs on one rank; the constructor sets the trial up, and :meth:`run` runs it."""
 
     def __init__(self, rank: Rank, assignment: Assignment) -> None:
         trial = assignment.trial
@@ -355,7 +359,7 @@ class TrialRun:
         return outcome if trial.measures_time else without_seconds(outcome)
 
     def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: tuple[float, float]) -> None:
-        """Copy the times that the witness clock has measured into ``checked``.
+        """Copy the times that the witness clock has measured into ``checked``, the rank's notes for later checks.
 
         The witness clock (:mod:`harness.witness.witness_clock`) is a second clock, with which the recorded times are
         compared later.  It sorts a rank's time into kinds, such as ``step`` and ``check``.
@@ -364,8 +368,9 @@ class TrialRun:
             before: The time of each kind until the first timed step began.
             laps: Seconds from the beginning of the first timed step to the end of the last, measured by the witness
                 clock.  Validations in between are included.
-            passed: The least and the most seconds that the same span of time took by ``time.monotonic()``, which
-                was read just before and just after the two readings of the witness clock.
+            passed: The same span of time by ``time.monotonic()``, as (least seconds, most seconds).  There are two
+                numbers because ``time.monotonic()`` was read both just before and just after each reading of the
+                witness clock.
         """
         checked, witness = self.checked, self.witness
         checked.steps, checked.laps, checked.passed = witness.steps, laps, passed
@@ -429,7 +434,10 @@ class TrialRun:
         self.events += ["evaluate"] * self.trial.generate.tokens
 
     def _collect(self, judges: Judges, index: int, clock: StepClock) -> ExperienceBatch:
-        """Generate and score the batches on which step ``index`` of workload ``rlhf`` trains."""
+        """Generate and score the batch on which this rank trains in step ``index`` of workload ``rlhf``.
+
+        ``judges`` are the frozen models that score.  ``clock`` adds up the seconds of both parts.
+        """
         self.events += ["evaluate"] * self.trial.generate.tokens
         self.judge_events.append("evaluate")
         model, rank = self.strategy.model, self.rank.rank
@@ -467,7 +475,9 @@ class TrialRun:
     def _counts(self) -> Counts:
         """Return (seconds, bytes between nodes, bytes inside nodes) of this rank so far.
 
-        The seconds are the time that this rank waited for messages.  Both numbers of bytes are None without a ledger.
+        The seconds are the time that this rank waited for messages.  The bytes are from the ledger, our engine's own
+        count of the messages that the rank sent.  If a peer decodes (a library such as FSDP2, with its own messages),
+        all three values are None.
         """
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
@@ -500,7 +510,7 @@ class TrialRun:
             self._validate(index + 1)
 
     def _validate(self, step: int) -> None:
-        """Compute the loss on the validation split after ``step`` steps."""
+        """Compute the loss on the validation split after ``step`` steps, and add it to the list ``validations``."""
         self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
         inter, losses = self._inter_bytes(), list[float]()
         with self._untimed(), torch.no_grad():
@@ -535,9 +545,10 @@ class TrialRun:
         """Read what this node's network devices have sent so far; all ranks must call this method.
 
         Returns:
-            (3,): bytes of the node's network interface, packets of this interface, and bytes of the InfiniBand and
-            RoCE adapters that NCCL may use.  The node's first rank reads these counters; the other ranks return zeros.
-            The interface's two counts are 0 unless it is in a network namespace, where no other program uses it.
+            (3,): bytes of the node's network interface, packets of this interface, and bytes of the InfiniBand and RoCE
+            adapters that NCCL may use.  The node's first rank reads these counters; the other ranks return zeros.  The
+            interface is read only if it is in a network namespace, where no other program uses it; else its two counts
+            are 0.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -553,9 +564,10 @@ class TrialRun:
         return count
 
     def _sent_by_port(self) -> dict[str, int]:
-        """Return the bytes sent so far by each InfiniBand or RoCE port of this node that NCCL may use, by port.
+        """Return, for each InfiniBand or RoCE port of this node that NCCL may use, the bytes that it has sent so far.
 
-        The result is empty in a network namespace and with a shaped interface, where NCCL uses sockets.
+        The result is a dict from the port to its bytes.  It is empty in a network namespace and with a shaped
+        interface, where NCCL uses sockets.
         """
         if self.rank.port.holder is not None or self.rank.port.shaped_mbit is not None:
             return {}  # NCCL is told to use sockets
@@ -564,18 +576,23 @@ class TrialRun:
     def _counted_training(self) -> NDArray[np.int64]:
         """Return what this node's network devices have sent in training so far, as an array like :meth:`_count`.
 
-        Setup, checks and evaluations are left out.
+        What was sent during setup, checks and evaluations is left out.
         """
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:
-        """Return (2,): bytes that this rank's transports carried in training, and bytes that its ledger counted."""
+        """Return the bytes that this rank has sent in training so far, by two counts, as an array (2,).
+
+        The first count is made by the transports that carry the messages, the second by the ledger of our engine.  They
+        are compared later, to find messages that the ledger misses.
+        """
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return (2,): bytes that this rank's transports carried since set-up, and bytes that its ledger counted.
+        """Return the bytes that this rank has sent since its set-up, by two counts, as an array (2,).
 
-        Messages outside of training are included.  Both numbers are 0 if another engine trains (a peer).
+        The first count is made by the transports that carry the messages, the second by the ledger of our engine.
+        Messages outside of training are included.  Both counts are 0 if another engine trains (a peer).
         """
         wire, ledger = self.strategy.wire, self.strategy.ledger()
         booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
@@ -584,7 +601,7 @@ class TrialRun:
     def _inter_bytes(self) -> int | None:
         """Return the bytes that training has sent between nodes so far, to be summed over ranks.
 
-        - With a ledger: the bytes that this rank sent.
+        - With a ledger (our engine's own count of a rank's messages): the bytes that this rank sent.
         - Without a ledger, if each node has a network namespace: the bytes that the node's interface counted, on the
           node's first rank; 0 on its other ranks.
         - Otherwise: 0 if the trial has a single node, else None.
@@ -596,16 +613,21 @@ class TrialRun:
         return 0 if self.rank.topology.nodes == 1 else None
 
     def _booked(self) -> int | None:
-        """Return the bytes that this rank has sent to other nodes by its ledger, without evaluations.
+        """Return the bytes that this rank has sent to other nodes, without evaluations, by our engine's own count.
 
-        Returns None if another engine trains (a peer), since its messages are in no ledger.
+        This count is the ledger.  Returns None if a peer trains (a library such as DDP), since its messages are in no
+        ledger.
         """
         if (ledger := self.strategy.ledger()) is None:
             return None
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _sent_in_training(self) -> tuple[int, int]:
-        """Return (bytes to other nodes, bytes inside the node) that this rank has sent so far, without evaluations."""
+        """Return (bytes to other nodes, bytes inside the node) that this rank has sent so far, without evaluations.
+
+        Our engine's ledger has counted the bytes.  Both numbers are 0 if a peer trains (a library such as DDP), which
+        has no ledger.
+        """
         nbytes = {"inter": 0, "intra": 0}
         for key, sent in (self.strategy.ledger() or {}).items():
             nbytes[key.link] += sent.bytes if key.phase != "evaluate" else 0
@@ -663,7 +685,10 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
 
 
 def _shared_dataset(trial: Trial, rank: Rank) -> Dataset | None:
-    """Return the data set that rank 0 has loaded for all ranks that are threads; None for a rank that is a process."""
+    """Return the data set that rank 0 has loaded for all ranks that are threads; None for a rank that is a process.
+
+    If ranks are threads, all ranks must call this function.
+    """
     if rank.mesh is None:
         return None
     return all_ranks.gather_objects(trial_dataset.load(trial) if rank.rank == 0 else None)[0]
@@ -697,8 +722,9 @@ def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str,
     """Return the messages and the copies between host and device that were counted from ``before`` to ``now``.
 
     Returns:
-        Two values.  The first has the messages as rows of a ledger; it is None without a ledger.  The second has the
-        bytes that were copied between host and device, by direction and purpose.
+        Two values.  The first has the messages as rows of a ledger, with bytes and messages of each kind.  It is None
+        for a peer (a library such as DDP), which keeps no ledger.  The second has the bytes that were copied between
+        host and device, by direction and purpose.
     """
     copied: dict[str, int] = defaultdict(int)
     for key, nbytes in sorted(now[1].items()):

@@ -50,7 +50,7 @@ from impl.plan.step_time import Machine
 
 @dataclass(slots=True)
 class SweepOutcome:
-    """Counts of a sweep's trials by outcome."""
+    """How many trials have a result, failed or were skipped in one call of :func:`run_sweep`."""
 
     ok: int = 0
     failed: int = 0  # trials without a result, including those of earlier runs
@@ -158,7 +158,7 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
 
 @dataclass(slots=True)
 class _Sweep:
-    """State of a sweep between trials."""
+    """Runs the trials of a suite one by one, and keeps what must be known from one trial to the next."""
 
     suite: Suite
     results: Path
@@ -269,11 +269,12 @@ class _Sweep:
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
     def _question_fields(self, trial: Trial) -> dict[str, Any]:
-        """Return the record fields that the suite's comparison determines, for one trial.
+        """Return the fields of a trial's record that depend on what the suite compares.
 
         ``role`` is ``baseline``, ``contrast``, or an empty text for neither.  ``answer`` is the quantity that answers
         the suite's question, or an empty text if the suite does not name it.  ``margin`` is the suite's margin for
-        losses, in training steps.
+        losses, in training steps: a loss may be higher than its baseline's by as much as the baseline's loss falls in
+        so many steps.
         """
         suite = self.suite
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}

@@ -1,8 +1,8 @@
 """Runs trials one at a time: opens and calibrates the link between nodes, starts ranks on it, and makes the record.
 
 A link is opened when the first trial needs it, and calibrated (its rate is measured) once per sweep.  Later trials
-whose clusters have the same link settings use it again.  On real hosts, the rates of the network interfaces are limited
-only while ranks run.  If a rank, a node, the link or a check of the results fails, the record holds a
+whose clusters have the same link settings use the same link.  On real hosts, the rates of the network interfaces are
+limited only while ranks run.  If a rank, a node, the link or a check of the results fails, the record holds a
 :class:`~harness.records.trial_record.Failure`, and the next trial gets fresh ranks.
 """
 
@@ -69,7 +69,7 @@ class TrialRunner:
         self.close_links()
 
     def close_links(self) -> None:
-        """Close all links; later trials open and calibrate new ones."""
+        """Close all links between nodes; later trials open new links and measure their rates again."""
         for link in self._links.values():
             link.close()
         self._links.clear()

@@ -1,4 +1,7 @@
-"""Predicts the seconds of a trial's step on a machine, from the trial's units and bytes.  No torch."""
+"""Predicts the seconds of a trial's step on a machine, from the trial's units and bytes.
+
+A unit is a set of parameters that are gathered and reduced together.  This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
         - FSDP2 or DDP runs the policy;
         - the workload is not ``train``;
         - a class of the user's own gathers weights or reduces gradients;
-        - the units must be planned again for Muon, but the model is a user's function, which is not built here.
+        - Muon needs units that are planned again, but the model is a user's function, which is not built here.
     """
     policy = trial.resolved_policy()
     own = policy is not None and (policy.phases[0].own_reduce is not None or policy.own_gather is not None)

@@ -29,7 +29,8 @@ _ROOT: Final = Path(__file__).resolve().parents[2]  # folder from which harness 
 class Keeper:
     """Starts a *keeper*, reads its answer, and ends it.
 
-    A keeper is a child process that holds a resource of the kernel, such as network namespaces, until it ends.
+    A keeper is a child process that holds a resource of the kernel, such as network namespaces, until it ends.  Its
+    answer is a dict that describes the resource.
     """
 
     def __init__(self, module: str, request: str) -> None:
@@ -87,7 +88,7 @@ class Keeper:
 
 
 def send_answer(answer: dict[str, Any]) -> None:
-    """Send ``answer`` from a keeper to its parent process, as one line of JSON on standard output."""
+    """Send ``answer`` from a keeper (:class:`Keeper`) to its parent process, as one line of JSON on standard output."""
     print(json.dumps(answer), flush=True)
 
 
@@ -95,7 +96,8 @@ def send_answer(answer: dict[str, Any]) -> None:
 def report_errors() -> Iterator[None]:
     """In a keeper, send any error of the ``with`` block to the parent process as the answer, and raise the error again.
 
-    From now on, this process also ignores Ctrl-C, which the parent process handles.
+    A keeper is a child process that holds a resource of the kernel.  From the beginning of the block on, this process
+    also ignores Ctrl-C, which the parent process handles.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -3,9 +3,9 @@
 The module runs as a keeper (:mod:`harness.shaping.keeper`), a child process that holds these resources until it ends.
 Every node is an anonymous network namespace, which a small child of the keeper holds open; nothing is created in the
 host's own namespace.  Two nodes are joined by one veth pair, more nodes by a bridge in the keeper's own namespace.
-When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``).  The kernel removes namespaces and
-interfaces with the last process inside.  Without root, the keeper makes all namespaces and interfaces inside a user
-namespace of its own.
+When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``).  When the last process inside a namespace
+ends, the kernel removes the namespace and its interfaces.  Without root, the keeper makes all namespaces and interfaces
+inside a user namespace of its own.
 
 A ``tbf`` queue (token bucket filter) limits what leaves each interface.  The limit can be lifted for messages that are
 not timed: as long as a process is connected to the keeper's Unix-domain socket, the link has no rate.  When that
@@ -295,9 +295,10 @@ def _stdin_ends_before(ready: socket.socket) -> bool:
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
     """Wait for processes that ask for the link's rate limit to be lifted, until standard input ends.
 
-    A process asks by connecting to the socket ``listening``.  The limit is lifted until this process closes the
-    connection; then the next process is served.  If the limit cannot be restored, the error ends this keeper and
-    removes the link, so that no trial can run without the limit.
+    A process asks by connecting to the socket ``listening``.  The limit is lifted until the asking process closes the
+    connection; then the next process is served.  ``queues`` are the queues that limit the rate.  If the limit cannot be
+    restored, the error ends this keeper (the process that holds the link) and so removes the link.  No trial can then
+    run without the limit.
     """
     while not _stdin_ends_before(listening):
         with listening.accept()[0] as client:

@@ -193,9 +193,10 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
 
 
 def _leave(*_: object) -> None:
-    """End this process, which first removes its queue and restores the interface's largest packet size.
+    """End this process, whose clean-up then removes its queue and restores the interface's largest packet size.
 
-    SIGTERM and SIGHUP are ignored from now on, so that they cannot interrupt this clean-up.
+    SIGTERM and SIGHUP are ignored from now on, so that they cannot interrupt this clean-up.  The function is also the
+    handler of these signals; it does not use a handler's arguments.
     """
     for number in _ENDED_BY:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
@@ -203,7 +204,10 @@ def _leave(*_: object) -> None:
 
 
 def main() -> None:
-    """Run the keeper: limit the rate of the interface that the request names, until standard input closes."""
+    """Run the keeper, the process that limits the rate of the interface that its request names.
+
+    The limit stays until standard input closes.  The request is the only command-line argument.
+    """
     for number in _ENDED_BY:
         signal.signal(number, _leave)
     with report_errors(), _shaped(*json.loads(sys.argv[1])) as interface:

@@ -1,7 +1,8 @@
 """Imitates a slow link in software: computes when a message would arrive over a link of a given rate.
 
-Our engine (:mod:`impl.comm.exchanges`) sends messages at full speed.  A rank that later waits for an exchange sleeps
-until its own message would have arrived over the slow link.
+Our engine (:mod:`impl.comm.exchanges`) sends messages at full speed.  In an exchange, each rank of a group sends one
+message to every other rank.  A rank that later waits for the exchange to end sleeps until its own messages would have
+arrived over the slow link.
 """
 
 from __future__ import annotations

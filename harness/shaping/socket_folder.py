@@ -1,6 +1,7 @@
 """Makes folders whose paths are short enough for Unix-domain sockets: the kernel allows a socket's path 107 bytes.
 
-The usual folder of temporary files may have too long a path, for instance in a job of a cluster.  No torch.
+The usual folder of temporary files may have too long a path, for instance in a job of a cluster.  This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def parent() -> str:
 
 @contextlib.contextmanager
 def new() -> Iterator[Path]:
-    """Yield a new folder for sockets, which is removed afterwards."""
+    """Yield a new folder for sockets, which is removed when the ``with`` block ends."""
     with tempfile.TemporaryDirectory(prefix="zeropp-", dir=parent(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
@@ -53,7 +54,8 @@ def new() -> Iterator[Path]:
 def give_to_multiprocessing() -> None:
     """Make ``multiprocessing`` put its sockets into a folder with a short path (inside :func:`parent`).
 
-    ``multiprocessing`` creates its folder for sockets once in each process.  This function makes it do so now.
+    ``multiprocessing`` creates its folder for sockets once in each process, when it first needs the folder.  This
+    function makes ``multiprocessing`` create the folder now, while temporary files go to a short path.
     """
     with mock.patch.object(tempfile, "tempdir", parent()):
         util.get_temp_dir()

@@ -1,7 +1,7 @@
 """The strategies that a trial can train with: our policies, the peers for comparison, and users' own strategies.
 
-A policy is run by our own engine (`impl`), or inside FSDP2 or DDP.  Peers are DDP, FSDP2, DeepSpeed and a single
-process, without our collectives.
+A policy says what is sent, held and computed.  Our own engine (`impl`) runs it, or FSDP2 or DDP with our collectives
+inside.  Peers are DDP, FSDP2, DeepSpeed and a single process, without our collectives.
 
 ``from harness.strategies import Strategy`` gives the base class of a user's own strategy (docs/guide/own_method.md).
 The class is imported on first use, because its module imports torch, which commands that only plan do not need.

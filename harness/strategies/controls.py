@@ -1,4 +1,4 @@
-"""Puts a fault into our engine on purpose, so that it trains worse (a positive control).
+"""Puts a fault into our engine on purpose, so that the engine trains worse (a positive control).
 
 A comparison of losses is worth something only if it notices such a fault.
 """
@@ -17,20 +17,20 @@ from impl.zero import Zero
 
 
 def spoil(zero: Zero, control: str | None) -> None:
-    """Put a fault into an engine in place, so that it trains worse.
+    """Put a fault into an engine in place, so that the engine trains worse.
 
     With ``late_schedule`` the number of bytes that the engine sends may change.  With all other faults it stays the
     same.
 
     Args:
         zero: The engine.
-        control: Name of the fault:
+        control: Name of the fault.  A secondary shard is a rank's part of hpZ's second copy of the weights:
 
-            - ``stale_secondary``: hpZ's secondary shards always hold the weights of their first all-gather;
-            - ``late_secondary``: hpZ's secondary shards hold the weights of the step before;
-            - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
-              of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3).  With 2 nodes
-              of 2 ranks, ranks 1 and 2 end with each other's slice;
+            - ``stale_secondary``: secondary shards always hold the weights of their first all-gather;
+            - ``late_secondary``: secondary shards hold the weights of the step before;
+            - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l of
+              node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3).  With 2 nodes of 2
+              ranks, ranks 1 and 2 end with each other's slice;
             - ``late_schedule``: every change of settings that the policy's schedule makes comes one step late.
 
             Any other value changes nothing.
@@ -57,9 +57,10 @@ def spoil(zero: Zero, control: str | None) -> None:
 
 
 def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:
-    """Make hpZ's secondary shard hold old weights instead of the present weights.
+    """Make a secondary shard (a rank's part of hpZ's copy of the weights) hold old weights instead of the present ones.
 
-    The old weights are those of the first all-gather if ``forever`` is True, and those of the step before otherwise.
+    The old weights are those of the first all-gather if ``forever`` is True, and those of the step before if it is
+    False.
     """
     keep = secondary.keep
     # The weights gathered from the last two versions of the master, by torch's version counter of the master.

@@ -71,7 +71,7 @@ def initialise(
 ) -> Any:
     """Make DeepSpeed's engine for ``model`` with ``deepspeed.initialize()``, and return it.  All ranks must call this.
 
-    The model is changed in place.  With bf16, its floating-point inputs are cast to bf16.
+    The model is changed in place.  With bf16, the model's floating-point inputs are cast to bf16.
 
     Raises:
         Refusal: if DeepSpeed raises an error; the message contains DeepSpeed's error.

@@ -1,8 +1,8 @@
 """Defines the base class of a user's own strategy, which a suite names as ``strategy = "mine:DiLoCo"``.
 
 A strategy changes how our engine trains.  It suits methods that change more than the reduction of gradients: local
-steps with an outer optimizer, stale weights, optimizers that communicate.  docs/guide/own_method.md is the guide, and
-``examples/local_steps.py`` is an example.
+steps (ranks train apart for several steps) with an outer optimizer, passes with stale weights, or optimizers that send
+messages.  docs/guide/own_method.md is the guide, and ``examples/local_steps.py`` is an example.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class OwnStrategy(Sharded):
 
     For each micro-batch the training loop calls :meth:`begin`, the model and :meth:`backward`.  Once a step it then
     calls :meth:`step`.  A subclass overrides :meth:`configure`, to take its arguments, and any of :meth:`begin`,
-    :meth:`backward` and :meth:`step`.
-    All ranks call the methods in the same order.
+    :meth:`backward` and :meth:`step`.  All ranks call the methods in the same order.
 
     Attributes:
         zero: the engine of the sharded model (:class:`impl.engine.engine.Zero`), with ``policy.*`` of the suite.
-        messages: sends tensors along axes of the mesh (:class:`impl.comm.method_wire.MethodWire`).  The ledger counts
-            the bytes of these messages with purpose ``state``; the bytes are measured, not predicted.
+        messages: sends tensors to groups of ranks, such as the ranks of a node
+            (:class:`impl.comm.method_wire.MethodWire`).  The engine's ledger counts the bytes of these messages with
+            purpose ``state``; the bytes are measured, not predicted.
     """
 
     messages: MethodWire
@@ -75,7 +75,8 @@ class OwnStrategy(Sharded):
     def masters(self) -> list[Tensor]:
         """This rank's shards of the fp32 weights, as 1-D tensors, which the optimizer updates.
 
-        A strategy may write to these tensors.  Afterwards, call :meth:`weights_changed` on all ranks.
+        A strategy may write to these tensors.  It must then call :meth:`weights_changed` on all ranks, so that the next
+        pass gathers the new weights.
         """
         return [master.detach() for master in self.zero.masters]
 
@@ -96,7 +97,7 @@ class OwnStrategy(Sharded):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Kinds of messages whose bytes cannot be predicted, and are only measured.
+        """Purposes of messages whose bytes cannot be predicted, and are only measured.
 
         - ``state``, always: messages that the strategy sends through :attr:`messages`;
         - ``weights`` and ``gradients``, if a class of the user's own sends such messages without declaring their bytes.
@@ -104,6 +105,6 @@ class OwnStrategy(Sharded):
         return ("state", *super().unpredicted)
 
     def close(self) -> None:
-        """Wait until all messages under way have arrived, discard them, and free shared memory."""
+        """Wait until all messages that users' classes have sent have arrived, discard them, and free shared memory."""
         self.messages.drain()
         super().close()

@@ -90,8 +90,8 @@ class Strategy:
         - FSDP2 reduces gradients in each micro-batch, since it holds only shards of gradients.
         - DDP reduces gradients only in the last micro-batch of a step.
         - DDP with a static graph also reduces in the first micro-batch of the run, because it learns the graph from a
-          backward pass that reduces.  These gradients are averaged again at the end of the step, which does not change
-          the mean.
+          backward pass that reduces.  The gradients of this micro-batch are averaged again at the end of the step,
+          which does not change their mean.
 
         Args:
             last: Whether this is the last micro-batch of its step.
@@ -142,13 +142,15 @@ class Strategy:
         return dist.get_rank() % (self.sharing or dist.get_world_size()), layout.part(parts)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step."""
+        """Drop all gradients and gathered weights, so that passes outside of training do not affect the next step."""
         for parameter in self.model.parameters():
             parameter.grad = None
         self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Clip gradients and step the optimizer.  Our engine skips the step if fp16 gradients overflowed.
+        """Clip the gradients and step the optimizer.
+
+        This class always steps.  Our engine (:class:`Sharded`) skips the step if fp16 gradients overflowed.
 
         Args:
             optimizer: The optimizer of :meth:`make_optimizer`.
@@ -199,11 +201,15 @@ class Strategy:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The codecs that the policy's bit budget has chosen so far during training; empty without a bit budget."""
+        """The codecs that the policy's bit budget has chosen so far during training; empty without a bit budget.
+
+        A bit budget limits the bits per element of messages.  Within this limit, our engine chooses codecs while it
+        trains.
+        """
         return () if self.zero is None or self.zero.renewal is None else self.zero.renewal.decisions
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
-        """Return the bytes and messages that this rank has sent through our wire so far.
+        """Return the bytes and messages that this rank has sent so far through our :class:`~impl.comm.wire.Wire`.
 
         Returns None if a library such as DDP sends the messages itself.
         """
@@ -213,27 +219,27 @@ class Strategy:
         """Return the messages that this rank has sent so far, and the bytes that it has copied between host and device.
 
         Returns:
-            Two dicts: bytes and messages sent through our wire (:meth:`ledger`), and bytes copied for offloading.  The
-            first is None if a library such as DDP sends the messages itself.  The second is empty for engines other
-            than ours.
+            Two dicts: bytes and messages sent through our :class:`~impl.comm.wire.Wire` (:meth:`ledger`), and bytes
+            copied for offloading.  The first is None if a library such as DDP sends the messages itself.  The second is
+            empty for engines other than ours.
         """
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict what this rank sends, and what it copies between host and device, during some passes and steps.
+        """Predict what this rank sends, and copies between host and device, during the passes and steps in ``events``.
 
         Args:
             events: The passes and optimizer steps, in order.
 
         Returns:
-            (sent, copied).  ``sent`` is the bytes and messages sent through our wire, or None if a library such as DDP
-            sends the messages itself.  ``copied`` is the bytes copied between host and device; it is empty unless our
-            engine trains.
+            (sent, copied).  ``sent`` is the bytes and messages sent through our :class:`~impl.comm.wire.Wire`, or None
+            if a library such as DDP sends the messages itself.  ``copied`` is the bytes copied between host and device;
+            it is empty unless our engine trains.
         """
         return None, {}
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Predict, for the end of each step, how many bytes this rank has sent in training so far.
+        """Predict how many bytes this rank has sent, by the end of each step, since training began.
 
         Args:
             before: The passes before the first step.
@@ -248,7 +254,7 @@ class Strategy:
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Kinds of messages whose bytes cannot be predicted, and are only measured; here none.
+        """Purposes of messages whose bytes cannot be predicted, and are only measured; here none.
 
         With our engine, these may be ``weights`` or ``gradients``: messages that a class of the user's own sends
         without declaring their bytes.
@@ -265,10 +271,11 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return a function that returns the seconds that this rank has waited for messages until this call.
+        """Mark this moment; return a function that gives the seconds that this rank had waited for messages by then.
 
-        "This call" is the call of ``mark_exposed()``, not the later call of the returned function.  All waits are
-        counted, even if the device is not synchronised before this call (unlike :meth:`exposed_seconds`).
+        Waits that begin after the mark are not counted.  On a GPU, the length of a wait is known only after the wait
+        has ended.  The returned function reads the lengths when it is called.  It therefore counts all waits before the
+        mark, even if the device was not synchronised then (unlike :meth:`exposed_seconds`).
 
         Returns:
             The function.  On a GPU, call it only after the device has done all work that was queued before
@@ -280,24 +287,27 @@ class Strategy:
         """Return the memory of this rank's training states in bytes: as counted, and as predicted.
 
         Returns:
-            (counted, predicted).  Both are dicts from a part of memory, such as ``masters``, to bytes.  With our
-            engine, both hold peaks, and the prediction is by :mod:`impl.plan.memory`.  With any other engine,
-            ``counted`` holds the present bytes of masters, gradients and optimizer state, without gathered weights,
-            and ``predicted`` is empty.
+            (counted, predicted).  Both are dicts from a part of memory, such as ``masters`` (fp32 weights), to bytes.
+            With our engine, both hold peaks, and the prediction is by :mod:`impl.plan.memory`.  With any other engine,
+            ``counted`` holds the present bytes of masters, gradients and optimizer state, without gathered weights, and
+            ``predicted`` is empty.
         """
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}
 
     def close(self) -> None:
-        """Free the shared memory in which ranks read each other's messages, if the strategy uses our wire."""
+        """Free the shared memory in which ranks read each other's messages, if the strategy uses our wire.
+
+        The wire (:class:`~impl.comm.wire.Wire`) is the object through which our collectives send.
+        """
         if self.wire is not None:
             self.wire.close()
 
 
 @dataclass(slots=True)
 class Hosted(Strategy):
-    """The strategy that trains with FSDP2 or DDP of torch, and sends their messages through our collectives."""
+    """The strategy that trains with torch's FSDP2 or DDP, and sends their messages through our collectives."""
 
     _: KW_ONLY
     joined: InFSDP2 | InDDP  # the adapter between torch's engine and our collectives
@@ -305,16 +315,16 @@ class Hosted(Strategy):
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank has waited for messages so far.
 
-        Returns None if messages are received on a GPU's streams, since FSDP2 itself then waits for them, and our code
-        cannot time this wait.
+        Returns None if messages are received on a GPU's streams.  FSDP2 itself then waits for these messages, and our
+        code cannot time this wait.
         """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return a function that returns the seconds that this rank has waited for messages until this call.
+        """Mark this moment; return a function that gives the seconds that this rank had waited for messages by then.
 
-        "This call" is the call of ``mark_exposed()``, not the later call of the returned function.
+        Waits that begin after the mark are not counted.
 
         Returns:
             The function.  None if :meth:`exposed_seconds` returns None.
@@ -325,26 +335,29 @@ class Hosted(Strategy):
     def clip(self, largest: float) -> float:
         """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before clipping.
 
-        The norms of FSDP2's shards are summed through our wire.
+        The norms of FSDP2's shards are summed through our :class:`~impl.comm.wire.Wire`.
         """
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict what this rank sends during some passes and steps.
+        """Predict what this rank sends during the passes and steps in ``events``.
 
         Args:
             events: The passes and optimizer steps, in order.
 
         Returns:
-            Two dicts.  The first has the bytes and messages sent through our wire.  The second is empty, since FSDP2
-            and DDP copy nothing between host and device here.
+            Two dicts.  The first has the bytes and messages sent through our :class:`~impl.comm.wire.Wire`.  The
+            second, for copies between host and device, is empty, since FSDP2 and DDP make no such copies here.
         """
         return self.joined.predict(events), {}
 
 
 @dataclass(slots=True)
 class ByDeepSpeed(Strategy):
-    """A model that DeepSpeed trains; ``model`` is DeepSpeed's engine, which clips and accumulates by itself."""
+    """A model that DeepSpeed trains; ``model`` is DeepSpeed's engine.
+
+    The engine itself clips gradients, and accumulates the gradients of the micro-batches of a step.
+    """
 
     model: Any
     _: KW_ONLY
@@ -358,7 +371,7 @@ class ByDeepSpeed(Strategy):
         return self.stepping
 
     def begin(self, *, last: bool) -> None:
-        """Note whether this micro-batch is the last of its step.  DeepSpeed counts micro-batches by itself."""
+        """Note whether this micro-batch is the last of its step, which :meth:`backward` needs to know."""
         self._last = last
 
     def backward(self, loss: Tensor) -> None:
@@ -400,8 +413,9 @@ class ByDeepSpeed(Strategy):
         Returns:
             Two dicts.  The first has these parts:
 
-            - ``masters``: the fp32 masters and the shards of the weights;
-            - ``gradients``: assumed to be as large as the fp32 masters;
+            - ``masters``: the fp32 weights that the optimizer steps, and the shards of the weights in the type of
+              computing;
+            - ``gradients``: assumed to be as large as the fp32 weights;
             - ``optimizer``: the optimizer's state;
             - ``secondary``: hpZ's copy of the weights, if there is such a copy.
 
@@ -417,7 +431,7 @@ class ByDeepSpeed(Strategy):
 
 @dataclass(slots=True)
 class Sharded(Strategy):
-    """The strategy that trains with a policy by our own engine, ``impl.zero``."""
+    """The strategy in which our own engine, ``impl.zero``, trains the model with a policy."""
 
     units: Sequence[UnitGeometry]
     zero: Zero
@@ -433,8 +447,8 @@ class Sharded(Strategy):
     def begin(self, *, last: bool) -> None:
         """Begin a micro-batch, whose backward pass reduces gradients if the policy says so.
 
-        Some policies reduce gradients in every micro-batch.  With all others, gradients are reduced only if ``last`` is
-        True, which says that this is the last micro-batch of its step.
+        Some policies reduce gradients in every micro-batch.  All other policies reduce gradients only in the last
+        micro-batch of a step; ``last`` says whether this is the last.
         """
         if not self.reduces_each_micro_batch:
             self.zero.accumulate(on=not last)
@@ -446,7 +460,8 @@ class Sharded(Strategy):
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
         """Return this rank's shard of the mean gradient of one unit, as rows of a matrix.
 
-        If the policy reduces gradients only in the last micro-batch of a step, call this method after that micro-batch.
+        A unit is a set of parameters that are reduced together.  If the policy reduces gradients only in the last
+        micro-batch of a step, call this method after that micro-batch.
 
         Args:
             layout: Names the unit, and arranges the unit's elements as a matrix with ``layout.row`` columns.
@@ -461,13 +476,14 @@ class Sharded(Strategy):
         return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, mean.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step.
+        """Drop all gradients and gathered weights, so that passes outside of training do not affect the next step.
 
         This method also
 
         - drops the quantisation errors that error feedback carries over to the next step;
         - replaces the objects of users' classes that reduce gradients or gather weights by new objects;
-        - counts micro-batches from 0 again, so that stochastic rounding repeats the random bits of the present step.
+        - counts micro-batches from 0 again.  The next training pass then draws the same random bits, for stochastic
+          rounding, as if the passes outside of training had not run.
         """
         self.zero.model.zero_grad()
         for unit in self.zero.units:
@@ -505,19 +521,20 @@ class Sharded(Strategy):
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict what this rank sends, and what it copies between host and device, during some passes and steps.
+        """Predict what this rank sends, and copies between host and device, during the passes and steps in ``events``.
 
         Args:
             events: The passes and optimizer steps, in order.
 
         Returns:
-            Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.
+            Two dicts: bytes and messages sent through our :class:`~impl.comm.wire.Wire`, and bytes copied between host
+            and device.
         """
         book = self._book(events)
         return book.sent, book.copied
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Predict, for the end of each step, how many bytes this rank has sent in training so far.
+        """Predict how many bytes this rank has sent, by the end of each step, since training began.
 
         Args:
             before: The passes before the first step.
@@ -540,11 +557,16 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """Which rank orthogonalises each matrix that Muon updates (the matrix's owner).  None for other optimizers."""
+        """The owner of each matrix that Muon updates; None for other optimizers.
+
+        The owner is the rank that orthogonalises the matrix.
+        """
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return the messages that a user's class declares for reducing the gradients of each unit once.
+        """Return the messages that a user's class declares for one reduction of each unit's gradients.
+
+        A unit is a set of parameters that are reduced together.
 
         Returns:
             A dict whose keys are the names of the units that the class reduces.  Each value is the messages of one
@@ -557,10 +579,12 @@ class Sharded(Strategy):
     def _declared_gathers(self) -> DeclaredGathers:
         """Return, for each unit that a user's class gathers, a function that returns the messages of a gather.
 
+        A unit is a set of parameters that are gathered together.
+
         Returns:
-            A dict whose keys are the names of the units that the class gathers.  Each value is a function.  It takes
-            the description of a gather (``GatherInfo``), and returns the messages that the class declares for this
-            gather, or None if the class does not declare its messages.
+            A dict whose keys are the names of the units that the class gathers.  Each value is a function.  The
+            function takes the description of a gather (``GatherInfo``), and returns the messages that the class
+            declares for this gather, or None if the class does not declare its messages.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
@@ -572,7 +596,7 @@ class Sharded(Strategy):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Kinds of messages (``weights``, ``gradients``) whose bytes cannot be predicted, and are only measured.
+        """Purposes of messages (``weights``, ``gradients``) whose bytes cannot be predicted, and are only measured.
 
         These are the messages that a class of the user's own sends without declaring their bytes.
         """
@@ -592,10 +616,10 @@ class Sharded(Strategy):
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """Return the peak memory of this rank's training states in bytes: as counted, and as predicted.
 
-        If no parameter is trained, the prediction is that of forward passes only.
+        If no parameter is trained, the prediction is for forward passes only.
 
         Returns:
-            (counted, predicted).  Both are dicts from a part of memory, such as ``masters``, to bytes.
+            (counted, predicted).  Both are dicts from a part of memory, such as ``masters`` (fp32 weights), to bytes.
         """
         held = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
         for master_shard in (unit.master_shard for unit in self.zero.units):
@@ -618,7 +642,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         Refusal: if DeepSpeed or its optimizer cannot be set up, or a user's own strategy cannot be imported or
             configured.
         PolicyError: if the policy does not fit the topology or the model.
-        GeometryError: if a unit cannot be laid out in shards.
+        GeometryError: if a unit (set of parameters that are gathered together) cannot be laid out in shards.
     """
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
@@ -679,7 +703,11 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 
 
 def shard_model(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
-    """Shard ``model`` with our engine, and return the strategy that trains it.  All ranks must call this."""
+    """Shard ``model`` with our engine, and return the strategy that trains it.  All ranks must call this.
+
+    If the trial has a ``control``, a fault is put into the engine on purpose
+    (:func:`~harness.strategies.controls.spoil`).
+    """
     groups = optimizers.group_of(trial.optimizer, model)
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed, group_of=groups)
     spoil(zero, trial.control)

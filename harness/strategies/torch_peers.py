@@ -1,4 +1,7 @@
-"""Sets up torch's own engines, DDP and FSDP2, as the peers that ``harness.suites.peers`` describes."""
+"""Sets up torch's own engines, DDP and FSDP2, as peers: engines with which our engine is compared.
+
+:mod:`harness.suites.peers` describes the peers.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,11 @@ _compress.__annotations__ |= default_hooks.bf16_compress_hook.__annotations__
 def _in_fsdp2(
     peer: Peer, model: nn.Module, device: torch.device, settings: PeerSettings, ranks_per_node: int
 ) -> nn.Module:
-    """Make each block of ``model`` a unit of FSDP2; the remaining parameters belong to the root unit."""
+    """Make each block of ``model`` a unit of FSDP2; the remaining parameters belong to the root unit.
+
+    A block is a repeated part of the model.  A unit of FSDP2 is a module whose parameters are gathered together.  The
+    arguments are those of :func:`wrap`.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -116,7 +123,10 @@ def _in_fsdp2(
 
 
 def _prefetch(model: Any, blocks: list[Any]) -> None:
-    """Make every unit start the all-gathers of the next two units, in forward and in backward passes."""
+    """Make every unit of FSDP2 start the all-gathers of the next two units, in forward and in backward passes.
+
+    The units are ``model``, which is the root unit, and its repeated parts ``blocks``.
+    """
     model._set_unshard_async_op(async_op=True)  # noqa: SLF001  # torch documents it under this private name
     forward, backward = [model, *blocks], [model, *reversed(blocks)]
     for place in range(len(forward)):

@@ -74,6 +74,12 @@ class TrainingLoop:
     def __init__(self, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> None:
         """Build the trial's optimizer.
 
+        Args:
+            trial: The trial.
+            strategy: The trial's strategy, which has not trained yet.
+            data: This rank's batches of each step.
+            device: The device that computes, whose work the loop's clock times.
+
         Raises:
             Refusal: if the optimizer cannot be built.
         """
@@ -89,6 +95,10 @@ class TrainingLoop:
 
     def step(self, index: int, *, warmup: bool = False) -> Stepped:
         """Run the passes of step ``index`` and take one optimizer step; all ranks must call this.
+
+        Args:
+            index: Number of the step.
+            warmup: Whether the step is recorded as a warm-up step, which counts in no timing.
 
         Returns:
             The global norm of the gradient before clipping (None if it was not computed), and whether the optimizer

@@ -250,8 +250,9 @@ def _muon(trial: Trial) -> Iterator[str]:
 def _own_gather(trial: Trial) -> Iterator[str]:
     """Yield an error if workload ``rlhf`` is combined with a user's class that gathers weights.
 
-    Such a class is checked with the first training loss, which must agree with the loss that a single process computes
-    for the same batch.  With ``rlhf`` the ranks generate the batch, which a single process cannot repeat.
+    Such a class is checked by a loss: with the weights that it gathers, a single process must compute the same loss for
+    the same batch as the sharded model.  With ``rlhf`` the ranks generate the batch, which a single process cannot
+    repeat.
     """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
@@ -265,8 +266,8 @@ def _own_gather(trial: Trial) -> Iterator[str]:
 def _local_steps(trial: Trial) -> Iterator[str]:
     """Yield an error for each field, such as the workload or the optimizer, that conflicts with ``policy.local_steps``.
 
-    In local steps, groups of ranks train for several steps without exchanging anything.  Yield nothing if
-    ``policy.local_steps`` is not set.
+    With local steps, groups of ranks train for several steps without exchanging anything with each other.  No error is
+    yielded if ``policy.local_steps`` is not set.
     """
     policy, total = trial.resolved_policy(), trial.warmup + trial.steps
     if policy is None or (every := policy.local_steps) is None:
@@ -295,7 +296,7 @@ def _control(trial: Trial) -> Iterator[str]:
     """Yield an error if the fault that ``control`` names could have no effect in this trial.
 
     A control is a fault that is put into the engine on purpose, to see whether a comparison of losses notices it
-    (:mod:`harness.strategies.controls`).  For example, ``stale_secondary`` keeps hpZ's secondary shards from being
+    (:mod:`harness.strategies.controls`).  For example, ``stale_secondary`` keeps hpZ's copies of the weights from being
     renewed, so it needs a policy with hpZ.
     """
     policy, topology = trial.resolved_policy(), trial.topology()
@@ -328,7 +329,7 @@ def _control(trial: Trial) -> Iterator[str]:
 def _configured(trial: Trial) -> Iterator[str]:
     """Yield an error for each field that contradicts the trial's DeepSpeed configuration (``deepspeed_config``).
 
-    If the strategy does not read a DeepSpeed configuration, yield an error if ``deepspeed_config`` is set.
+    If ``deepspeed_config`` is set for a strategy that does not read it, this is an error too.
     """
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
@@ -361,7 +362,7 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield an error for each field that contradicts the trial's DeepSpeed configuration, if DeepSpeed trains it.
+    """Yield an error for each field that contradicts the trial's DeepSpeed configuration, for strategies of DeepSpeed.
 
     ``sequences`` is the number of sequences in a rank's micro-batch.
     """

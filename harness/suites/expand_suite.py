@@ -1,4 +1,4 @@
-"""Expands the tables of a suite file into trials.  Does not import torch.
+"""Expands the tables of a suite file into trials.
 
 :func:`expand` works in this order (docs/guide/suites.md describes it for users):
 
@@ -10,11 +10,12 @@
    example, ``zero3`` with quantised weights would no longer be ``zero3``.  Such a field is kept in two cases: a
    ``[[zip]]`` or ``[[override]]`` that names the strategy sets it, or the suite has only one policy.
 4. Each combination becomes a :class:`~harness.suites.trial.Trial`, which is checked.
-5. All policies get one common alignment.  Combinations that resolve to the same run are merged.  Each trial gets its
-   role in the comparison: baseline or contrast.
+5. All policies get one common alignment (parameters and shards start on a multiple of so many elements).  Combinations
+   that would run exactly alike are merged.  Each trial gets its role in the comparison: baseline or contrast.
 
 Before step 4, a combination is a ``Point``: a dict from the dotted path of a field, such as ``cluster.nodes``, to the
-field's value and the name of the table that set it.  Error messages name this table.
+field's value and the name of the table that set it.  Error messages name this table.  This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -146,8 +147,9 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
 def _axes(file: SuiteTables) -> list[list[Point]]:
     """Return the axes that ``[matrix]`` and ``[[zip]]`` span, each as a list of the points on the axis.
 
-    Each field of ``[matrix]`` is an axis of its own, and a point sets this field.  Each ``[[zip]]`` is one axis, and a
-    point sets all fields of the ``[[zip]]``.
+    A point sets fields of a trial: it is a dict from a field's dotted path, such as ``cluster.nodes``, to the field's
+    value and the name of the table.  Each field of ``[matrix]`` is an axis of its own, and a point sets this field.
+    Each ``[[zip]]`` is one axis, and a point sets all fields of the ``[[zip]]``.
 
     Raises:
         SuiteError: If a field has no list of values or is listed twice, if the lists of a ``[[zip]]`` differ in length,
@@ -188,6 +190,9 @@ def _settings(table: dict[str, Any], name: str) -> Point:
 
     Returns:
         A dict from a value's dotted path, such as ``cluster.nodes``, to the value and the table's name.
+
+    Raises:
+        SuiteError: If the table sets the field ``repeat``.
     """
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
@@ -196,7 +201,7 @@ def _settings(table: dict[str, Any], name: str) -> Point:
 
 
 def _trial(point: Point) -> Trial:
-    """Make a trial from a point, which has the values of the trial's fields by dotted path.
+    """Make a trial from a point: a dict of the trial's field values by dotted path, such as ``cluster.nodes``.
 
     Raises:
         SuiteError: If a field does not exist, or if a value is invalid.  Values are not converted to the type of their
@@ -247,8 +252,9 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _path_of(error: ErrorDetails, point: Point) -> str:
     """Return the dotted path of the value in ``point`` that caused an error of pydantic.
 
-    pydantic gives the location of an error, which need not be a path of ``point``.  This function shortens the location
-    from its end until a path equals the location or lies inside it, and returns the first such path:
+    ``point`` has the values of a trial's fields by dotted path, such as ``cluster.nodes``.  pydantic gives the location
+    of an error, which need not be a path of ``point``.  This function shortens the location from its end until a path
+    equals the location or lies inside it, and returns the first such path:
 
     - The location ``policy.weights.0`` gives the path ``policy.weights``.
     - The location ``cluster`` gives the first path that begins with ``cluster.``, such as ``cluster.nodes``.
@@ -379,7 +385,7 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Find trials that would run exactly the same, and choose one of them to run.
+    """Find groups of trials that would run exactly alike, and choose one trial of each group to run.
 
     The chosen trial is the one that changes the fewest policy fields of its strategy.
 
@@ -396,7 +402,8 @@ def _runs(trials: Sequence[Trial]) -> list[Trial]:
 def _run_key(trial: Trial) -> str:
     """Return a text that is equal for two trials if both would run exactly the same.
 
-    This may be so although their strategies differ, for example if one trial changes its policy into the other's.
+    Two trials may run the same although their strategies differ.  For example, the changes that one trial makes to its
+    policy may give the policy of the other trial.
     """
     data = trial.canonical()
     policy = trial.resolved_policy()
@@ -423,7 +430,7 @@ def _check_baselines(
 ) -> None:
     """Refuse ``repeats = "until ..."`` if some trials have no baseline.
 
-    With ``until``, trials are repeated until their ratios to the baseline are known precisely enough, so that each
+    With ``until``, trials are repeated until their speed-ups over the baseline are known precisely enough, so that each
     trial needs a baseline.  A trial and its baseline may differ only in these fields:
 
     - ``seed`` and ``repeat``;
@@ -574,9 +581,9 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """Return the fields in which a trial differs from the most similar trial in ``others``, as text.
+    """Return, as text, the fields in which ``trial`` differs from the most similar trial in ``others``.
 
-    The text has the first trial's values, such as ``cluster.nodes = 2, seed = 1``.  Strategy, policy and the other
+    The text has the values of ``trial``, such as ``cluster.nodes = 2, seed = 1``.  Strategy, policy and the other
     fields of the configuration are not compared.
     """
     mine, found = trial.canonical(), list[list[str]]()

@@ -1,7 +1,7 @@
-"""Stores the folder in which this process looks for the files and modules that a suite names.  Does not import torch.
+"""Stores the folder in which this process looks for the files and modules that a suite names.
 
-After a suite file is read, this is the folder of the suite file.  Before, and in commands without a suite, it is the
-working folder.
+After a suite file is read, this is the folder of the suite file.  Before a suite file is read, and in commands without
+a suite, it is the working folder.  This module does not import torch.
 """
 
 from __future__ import annotations

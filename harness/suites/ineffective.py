@@ -1,7 +1,8 @@
-"""Refuses parts of a suite that have no effect, such as settings that no trial uses.  Does not import torch.
+"""Refuses parts of a suite that have no effect, such as settings that no trial uses.
 
 A line without effect is nearly always a mistake.  If the suite ran in spite of the line, it would answer another
-question than its author believes.  :mod:`harness.suites.contradictions` refuses contradictions inside one trial.
+question than its author believes.  :mod:`harness.suites.contradictions` refuses contradictions inside one trial.  This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def check_tables(
 
     Args:
         file: The suite file's tables.
-        axes: For each axis, its points.
+        axes: For each axis, its points.  A point has the settings that one entry of the axis makes, by dotted path.
         parsed: Makes a trial from a point.  Two values of an axis are equal if their trials are equal, such as
             ``"1 Gbit/s"`` and ``"1000 Mbit/s"``.
 
@@ -208,7 +209,10 @@ def check_members(
         written: Values of the table by dotted path, as the suite file writes them, such as ``"1 Gbit/s"``.
         wanted: The same values in the form that they have in ``trials``, such as 1000.0.
         name: Name of the table, for the message.
-        trials: All trials, as JSON-ready data.
+        trials: All trials, each as JSON-ready data.
+
+    Raises:
+        SuiteError: For the first such value.
     """
     for path, values in wanted.items():
         present = [look_up(trial, path) for trial in trials]
@@ -224,6 +228,11 @@ def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: 
 
     An ``[[override]]`` has no effect if later overrides replace its value in every combination.  An axis has no effect
     if overrides replace all its values with the same value.
+
+    Args:
+        file: The suite file's tables.
+        axes: For each axis, its points.  A point has the settings that one entry of the axis makes, by dotted path.
+        points: For each combination of the axes, its settings by dotted path, after all overrides.
     """
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
@@ -277,7 +286,10 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
 
 
 def _why_unused(trial: Trial, path: str) -> str | None:
-    """Return why a trial does not use the field at a dotted path.  Returns None if the trial uses the field."""
+    """Return why a trial does not use the field at a dotted path, such as ``cluster.rate``; None if the trial uses it.
+
+    The text is the end of a sentence that begins with "has no effect with".
+    """
     for beginning, why in _WHY_UNUSED.items():
         if f"{path}.".startswith(f"{beginning}."):
             return why(trial)
@@ -288,7 +300,8 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
     """Refuse values of ``answer``, ``margin``, ``seconds`` and ``repeats`` that need more than the trials measure.
 
     These are keys at the top of a suite file.  For example, ``answer = "loss"`` needs trials that measure validation
-    losses, and ``margin`` needs two validations in the last quarter of the steps.
+    losses, and ``margin`` needs two validations in the last quarter of the steps.  A value of ``seconds`` that names
+    the suite itself is refused too.
     """
     for reason in _unanswered(file.answer, trials):
         raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')

@@ -47,7 +47,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted paths of the fields in which trials differ, in field order and without ``repeat``.
+    """Return the dotted paths of the fields in which trials differ, in field order; ``repeat`` is left out.
 
     ``trials`` are canonical: each is the JSON-ready data of a trial (:meth:`harness.suites.trial.Trial.canonical`).
     """
@@ -131,7 +131,11 @@ def as_written(path: str, value: Any) -> str:
 
 
 def schedule_in_words(schedule: Sequence[Mapping[str, Any]] | None) -> str:
-    """Format the spans of ``policy.schedule`` on one line: ``gradients int4:256 until 50 %, then gradients bf16``."""
+    """Format the spans of ``policy.schedule`` on one line: ``gradients int4:256 until 50 %, then gradients bf16``.
+
+    A span is a run of consecutive steps with the same changes of the policy.  ``-`` stands for a policy without
+    schedule.
+    """
     rows = []
     for span in schedule or ():
         changes = {name: value for name, value in span.items() if name not in ("until", "every")}

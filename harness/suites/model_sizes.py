@@ -1,4 +1,7 @@
-"""Lists the sizes of the preset models, and counts the FLOPs of their training steps.  Does not import torch."""
+"""Lists the sizes of the preset models, and counts the FLOPs of their training steps.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parses quantities with units, as suites write them: rates, latencies and sizes.  Does not import torch."""
+"""Parses quantities with units, as suites write them: rates, latencies and sizes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

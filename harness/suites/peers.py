@@ -1,7 +1,7 @@
 """Describes the peers as data: DDP, FSDP2 and DeepSpeed, as shipped or tuned, and a single process.
 
-A peer trains with its library's own engine and messages.  :mod:`harness.strategies` builds it from this description.
-This module does not import torch.
+A peer is another engine than ours, for comparison.  It trains and sends its messages as its library does, without our
+collectives.  :mod:`harness.strategies` builds a peer from its description here.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def family_of(strategy: str) -> Family | None:
 
 
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the configuration of a peer from DeepSpeed, such as ``deepspeed-hpz``, without batch sizes and data types.
+    """Return DeepSpeed's configuration for a peer such as ``deepspeed-hpz``, without batch sizes and data types.
 
     Args:
-        peer: The peer.
+        peer: The peer, which trains with DeepSpeed.
         ranks_per_node: Number of ranks of a node; the size of hpZ's groups if the peer has hpZ.
         table: The DeepSpeed configuration that a suite gives, to which the peer's settings are added.  If both set a
             key, the value of ``table`` is used.  With None, the configuration has only the peer's settings, and stage 3

@@ -1,7 +1,8 @@
-"""Decides which ``policy.*`` keys of a suite apply to a strategy.  Does not import torch.
+"""Decides which ``policy.*`` keys of a suite apply to a strategy.
 
-A suite may set ``policy.weights = "int8:256"`` for all its strategies.  The key applies to ``qwz``, which quantises
-its weights anyway.  ``zero3`` with quantised weights would no longer be ``zero3``, so ``zero3`` runs without the key.
+A suite may set ``policy.weights = "int8:256"`` for all its strategies.  The key applies to ``qwz``, which quantises its
+weights anyway.  ``zero3`` with quantised weights would no longer be ``zero3``, so ``zero3`` runs without the key.  This
+module does not import torch.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Repeats:
         """Parse the value of a suite's key ``repeats``.
 
         A whole number above 0 is the number of repeats.  With ``"until 2 %, at most 30"``, trials are repeated until
-        each ratio to the baseline is known to 2 % (half the width of its confidence interval), but at most 30 times.
-        With ``"until 2 %"``, they are repeated at most :data:`MOST` times.
+        each speed-up over the baseline is known to 2 % (half the width of its confidence interval), but at most 30
+        times.  With ``"until 2 %"``, they are repeated at most :data:`MOST` times.
 
         Raises:
             ValueError: For other values.
@@ -81,7 +81,8 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
     """Divide trials into groups that can be compared with each other, and return the groups.
 
     The trials of a group differ only in their configuration (strategy, policy and so on) and in the fields ``also``.
-    Groups, and the trials of a group, are in the order of ``trials``.
+    To let them differ in ``seed`` or ``repeat`` too, name these fields in ``also``.  Groups, and the trials of a group,
+    are in the order of ``trials``.
     """
     groups: dict[str, list[Trial]] = {}
     for trial in trials:

@@ -65,7 +65,10 @@ class SuiteError(ValueError):
 
 
 class Override(BaseModel, extra="forbid", frozen=True):
-    """A table ``[[override]]``, which changes fields of the combinations that it matches."""
+    """A table ``[[override]]``, which changes fields of the trials that it matches.
+
+    It matches combinations: a combination has one value of each axis of the suite, and becomes a trial.
+    """
 
     # Values by field.  The table matches the combinations that have all these values; if empty, all combinations.
     match: dict[str, Any]
@@ -101,19 +104,20 @@ class Suite(SuiteKeys):
     configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that the suite names, by path
 
     def role_of(self, trial: Trial) -> str:
-        """Return the trial's role in the suite's comparison: ``baseline``, ``contrast``, or an empty text."""
+        """Return the trial's role in the comparison: ``baseline``, ``contrast``, or an empty text for neither."""
         return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The trials of the first sweep, in the order in which they run (:meth:`sweep`)."""
+        """The trials of the first sweep (one run of all repeats), in the order in which they run (:meth:`sweep`)."""
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
         """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."``, only the repeats that always run are returned.  Whether further repeats run
-        depends on the results (:mod:`harness.runs.further_repeats`).
+        A sweep runs all repeats of the suite's trials once.  With ``repeats = "until ..."``, only the repeats that
+        always run are returned.  Whether further repeats run depends on the results
+        (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
@@ -122,7 +126,8 @@ class Suite(SuiteKeys):
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
         """Return all trials that the first ``sweeps`` sweeps may run, as a dict from a trial's id to the trial.
 
-        With ``repeats = "until ..."``, the largest number of repeats is returned, although fewer may run.
+        A sweep runs all repeats of the suite's trials once.  With ``repeats = "until ..."``, the largest number of
+        repeats is returned, although fewer may run.
         """
         repeats = range(sweeps * self.repeats.most)
         trials = (

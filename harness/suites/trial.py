@@ -1,13 +1,13 @@
-"""Defines a trial as data: its fields, which values they may have, and what they resolve to.  Does not import torch.
+"""Defines a trial as data: its fields, their values, and the policy that they give.  Does not import torch.
 
 A :class:`Trial` is one run, and is defined by its fields alone.  Its id is a hash of its canonical JSON
 (:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  Fields that were
-added after the first version are left out of the canonical JSON if they have their default, so that older trials keep
-their ids.
+added after the first version of this project are left out of the canonical JSON if they have their default.  Trials of
+older versions therefore keep their ids.
 
-A policy is resolved in two steps.  First the strategy gives a policy: a preset (:data:`impl.policy.presets.PRESETS`)
-or, for strategy ``recipe``, the policy that a DeepSpeed configuration asks for.  Then :class:`PolicyChanges` replaces
-single fields of this policy.
+A trial's policy (what its engine sends, holds and computes) is found in two steps.  First the trial's strategy gives a
+policy: a preset (:data:`impl.policy.presets.PRESETS`) or, for strategy ``recipe``, the policy that a DeepSpeed
+configuration asks for.  Then :class:`PolicyChanges` replaces single fields of this policy.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ _HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0
 
 
 def _host(text: str) -> str:
-    """Return a host for ssh without the brackets around an IPv6 address.
+    """Check a host for ssh, and return it without the brackets around an IPv6 address.
 
-    A host is a name or an address, with or without ``user@`` before it.  Raises a ValueError for other texts.
+    A host is a name or an address, with or without ``user@`` before it.  Raises a ValueError for any other text.
     """
     user, at, name = text.rpartition("@")
     address = name.removeprefix("[").removesuffix("]") if name.startswith("[") == name.endswith("]") else name
@@ -150,7 +150,7 @@ _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Cluster(_Frozen):
-    """Where a trial's ranks run, and the link between nodes.
+    """Where a trial's ranks run, and the link between nodes; docs/guide/suites.md explains each field.
 
     Rates are in Mbit/s for each node and direction, and latency is in ms.
     """
@@ -174,7 +174,10 @@ class Cluster(_Frozen):
 
 
 class LearningRates(_Frozen):
-    """Schedule of the learning rate over all steps of a trial (:mod:`impl.plan.learning_rate`)."""
+    """Schedule of the learning rate over all steps of a trial: a warm-up, and then a decay.
+
+    The fields have the meaning that :class:`impl.plan.learning_rate.Schedule` gives them.
+    """
 
     warmup: int = Field(0, ge=0)
     start: float = Field(0.0, ge=0, le=1)
@@ -189,9 +192,10 @@ MUON: Final = "Muon"
 class Optimizer(_Frozen):
     """An optimizer: ``Muon``, the name of an elementwise class of ``torch.optim``, or a user's ``module:class``.
 
-    Muon updates some of the parameters, and AdamW all others.  If ``matrices`` is a pattern, Muon updates the
-    parameters whose names match it; otherwise it updates the matrices in the model's blocks.  Muon's argument ``adamw``
-    is a table of AdamW's arguments.
+    An elementwise optimizer, such as AdamW, computes the update of each element from this element alone.  Muon updates
+    some of the parameters, and AdamW updates all others.  If ``matrices`` is a pattern, Muon updates the parameters
+    whose names match the pattern; otherwise Muon updates the matrices in the model's blocks.  With Muon, ``arguments``
+    may have a table ``adamw``, which holds AdamW's arguments.
     """
 
     name: str = "AdamW"
@@ -229,7 +233,7 @@ class Optimizer(_Frozen):
         Args:
             name: The parameter's name.
             shape: The parameter's shape.
-            hidden: Whether the parameter belongs to a block of the model, and is no embedding.
+            hidden: Whether the parameter belongs to one of the model's repeated blocks, and is not an embedding.
         """
         chosen = fnmatchcase(name, self.matrices) if self.matrices else hidden and len(shape) == 2
         return MATRICES if self.orthogonalises and chosen else 0
@@ -250,9 +254,10 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 def _key(each: Setting) -> tuple[Any, Any]:
     """Return the type and the pydantic field that validate a suite's value of one ``policy.*`` key.
 
-    If a suite does not set the key, the field has its default.  For most keys this is None, which leaves the strategy's
-    value as it is.  Codecs, users' classes and other objects of a policy are written as text in a suite, so the type of
-    their keys is ``str``.  Keys that may have two codecs, such as ``weights``, also take a pair of texts.
+    ``each`` describes the key.  If a suite does not set the key, the field has its default.  The default of most keys
+    is None, and None leaves the strategy's value as it is.  Codecs, users' classes and other objects of a policy are
+    written as text in a suite, so the type of their keys is ``str``.  Keys that may have two codecs, such as
+    ``weights``, also take a pair of texts.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:
@@ -274,6 +279,8 @@ _Varying: Any = create_model(
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the ``policy.*`` keys of a suite to fields of a policy, with their values parsed.
 
+    ``given`` has the suite's values by key; its keys lack the beginning ``policy.``.
+
     The key ``weights`` may be a pair of texts, such as ``("int4:256", "int8:256")``.  The first is the codec for
     messages inside hpZ's groups, and becomes the field ``inside``.  The second is the codec for all other messages, and
     becomes the field ``weights``.  If both texts are equal, ``inside`` is None.
@@ -287,9 +294,13 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SpanChanges(_Varying):
-    """A span of ``policy.schedule``: the step at which it ends, and the policy fields that differ in its steps.
+    """A span of ``policy.schedule``: consecutive steps of a run in which some policy fields have other values.
 
-    A field that is None keeps the policy's value.  Codecs and other objects are given as text, such as ``int8:256``.
+    ``until`` says where the span ends: a number of steps, a share of the run such as ``"50 %"``, or None for the end of
+    the run.  With ``every`` = 2, the other values hold only in the first, third, fifth step of the span and so on.
+
+    Each further field has the name of a policy field, and holds its value in the span.  None keeps the policy's value.
+    Codecs and other objects are given as text, such as ``int8:256``.
     """
 
     until: Annotated[int, Field(strict=True)] | str | None = None
@@ -303,7 +314,10 @@ class SpanChanges(_Varying):
     @field_validator("until")
     @classmethod
     def _ends(cls, value: int | str | None) -> int | str | None:
-        """Check that the value is a number of steps, such as 20, or a share of the run, such as ``"50 %"``."""
+        """Check where a span ends: after a number of steps such as 20, at a share such as ``"50 %"``, or None.
+
+        None is the end of the run.  Returns the value unchanged.
+        """
         Span(until=value)
         return value
 
@@ -327,7 +341,10 @@ class SpanChanges(_Varying):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields that have their default, so that a new field does not change the ids of existing trials."""
+        """Return this span as JSON-ready data, without the fields that have their default.
+
+        A field that a later version adds therefore does not change the ids of existing trials.
+        """
         fields = type(self).model_fields
         return {
             name: value for name, value in dump(self).items() if getattr(self, name) != fields[name].default
@@ -347,7 +364,7 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
 
 
 class PolicyChanges(_Keys):
-    """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
+    """Values that replace fields of the strategy's policy, and of its parts ``MemoryLimits`` and ``Offload``.
 
     A field that is None keeps the strategy's value.  Codecs and other objects are given as text, such as ``int8:256``.
     """
@@ -417,8 +434,8 @@ class PolicyChanges(_Keys):
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a trial's fields; if the model is a preset for images, add the defaults that images need.
 
-    These are ``corpus`` = ``glyphs`` and ``sequence`` = 64 (patches of an image).  A value that ``fields`` already has
-    is kept.
+    The defaults are ``corpus`` = ``glyphs`` and ``sequence`` = 64, the number of patches into which an image is cut.  A
+    value that ``fields`` already has is kept.
     """
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
@@ -434,7 +451,7 @@ class Generate(_Frozen):
 
 
 class Reinforcement(_Frozen):
-    """Settings of workload ``rlhf``."""
+    """Settings of workload ``rlhf``, which trains with GRPO (:mod:`harness.workloads.reinforcement`)."""
 
     group: int = Field(4, ge=2)  # continuations of one prompt; their rewards are compared with each other
     kl: float = Field(0.04, ge=0)  # weight of the KL divergence from the frozen reference model
@@ -463,7 +480,10 @@ def _is_json(text: str) -> bool:
 
 
 class PeerSettings(_Frozen):
-    """Settings of a peer, that is, of DDP, FSDP2 or DeepSpeed with the library's own engine and messages."""
+    """Settings of a peer: a single process, DDP, FSDP2 or DeepSpeed, as the library ships it.
+
+    A peer trains with the library's own engine and messages, and without this project's engine.
+    """
 
     compute: Compute = "fp32"  # type of weights and activations; the optimizer updates fp32 masters
     reduce_dtype: ReduceDtype = "compute"  # FSDP2: type in which gradients are reduced
@@ -475,7 +495,8 @@ class PeerSettings(_Frozen):
     def read_by(self, family: Family) -> PeerSettings:
         """Return a copy of these settings, with defaults for the settings that a library does not read.
 
-        ``reduce_dtype`` also gets its default if ``compute`` is fp32, since gradients are then always reduced in fp32.
+        Trials that differ only in such settings become equal, and then run only once.  ``reduce_dtype`` also gets its
+        default if ``compute`` is fp32, since gradients are then always reduced in fp32.
 
         Args:
             family: The library, such as ``ddp``.
@@ -606,11 +627,17 @@ class Trial(_Frozen):
 
     @property
     def host(self) -> Host | None:
-        """The engine of torch, ``fsdp2`` or ``ddp``, that runs the policy.  None for our own engine, and for peers."""
+        """The engine of torch, ``fsdp2`` or ``ddp``, inside which the policy runs.  None without such an engine.
+
+        Inside such a host engine, this project sends the messages.  The value is None if this project's own engine runs
+        the policy.  It is also None for peers, which have no policy and send their own messages.
+        """
         return HOSTED[self.strategy][0] if self.strategy in HOSTED else None
 
     def base_policy(self) -> Policy | None:
-        """Return the strategy's policy without this trial's changes.  Returns None for a peer, which has no policy.
+        """Return the strategy's policy without this trial's changes.
+
+        Returns None for a peer (:class:`PeerSettings`), which has no policy.
 
         Raises:
             ValueError: For strategy ``recipe``, if the trial has no DeepSpeed configuration.
@@ -637,7 +664,9 @@ class Trial(_Frozen):
         """Return the learning-rate schedule.  Returns None if the learning rate is constant.
 
         Raises:
-            ValueError: If the learning rate's warm-up has more steps than the trial, whose own warm-up steps count too.
+            ValueError: If the warm-up of the learning rate has more steps than the whole trial, that is, the trial's
+                own warm-up steps and its timed steps together.  For strategy ``recipe`` also if the trial has neither a
+                schedule nor a DeepSpeed configuration.
         """
         rates, total = self.optimizer.schedule, self.warmup + self.steps
         if rates != LearningRates():
@@ -649,9 +678,9 @@ class Trial(_Frozen):
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """Return the DeepSpeed configuration of a trial that DeepSpeed trains, without batch sizes and data types.
+        """Return the DeepSpeed configuration of a trial whose strategy is DeepSpeed as a peer.
 
-        :func:`harness.strategies.deepspeed.configuration` adds these.
+        The result has no batch sizes and no data types; :func:`harness.strategies.deepspeed.configuration` adds them.
         """
         table = None if self.deepspeed_config is None else json.loads(self.deepspeed_config)
         return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
@@ -669,7 +698,10 @@ class Trial(_Frozen):
 
     @property
     def own_gather(self) -> OwnMethod | None:
-        """The user's class that gathers weights, with its arguments.  None if the trial names no such class."""
+        """The user's class that gathers weights, with its arguments.  None if the trial names no such class.
+
+        The arguments are the suite's ``gather_method.*``.
+        """
         named = self.policy.gather if self.strategy not in PEERS else None
         return method(named, **self.gather_method) if named is not None and ":" in named else None
 
@@ -686,9 +718,10 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """Return the policy with which the trial trains: the strategy's policy with this trial's changes.
 
-        Returns None for a peer, which has no policy.  If the policy has a schedule, ends of its spans that are given in
-        percent are converted to steps.  All steps of the trial count, warm-up included: with 10 warm-up steps and 90
-        timed steps, ``"50 %"`` becomes 50.
+        Returns None for a peer (:class:`PeerSettings`), which has no policy.  If the policy has a schedule (spans of
+        steps in which its fields have other values), the ends of spans that are given in percent are converted to
+        steps.  All steps of the trial count, warm-up included: with 10 warm-up steps and 90 timed steps, ``"50 %"``
+        becomes 50.
 
         Raises:
             PolicyError: If no topology could run the policy, or if its schedule does not fit the trial's steps.

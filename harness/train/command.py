@@ -197,7 +197,7 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
     Args:
         settings: The flags.
-        config: The DeepSpeed configuration; empty without one.
+        config: The DeepSpeed configuration; empty if the user gave none.
         topology: Nodes and ranks per node.
         torchrun: Whether torchrun started the ranks.
     """
@@ -244,12 +244,13 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Raise the limit on the size of units if the model needs it, and return the changed trial.
+    """Return the trial with a higher limit on the size of units, if its model needs a higher limit.
 
     A unit is a set of parameters that are gathered together.  The limit on the number of its parameters is DeepSpeed's
     ``stage3_max_live_parameters``.  If a module has more parameters than the limit, DeepSpeed gathers the module
-    nevertheless, and our engine divides it into smaller units.  If a unit still has more parameters than the limit,
-    because it cannot be divided further, this function raises the limit to the size of the largest such unit.
+    nevertheless, and our engine divides it into smaller units.  A unit that cannot be divided further may still have
+    more parameters than the limit.  In this case, the function raises the limit to the size of the largest unit.
+    Otherwise it returns the trial unchanged.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks
@@ -272,8 +273,8 @@ def _with_room(trial: Trial) -> Trial:
 def steps_text(manifest: Manifest) -> str:
     """Return, as text, how many steps were done when a checkpoint was saved: ``step 12``.
 
-    The number includes steps that were skipped because gradients overflowed.  If there were any, the text says so:
-    ``step 12, 2 of them skipped for an overflow``.
+    ``manifest`` is the checkpoint's description.  The number includes steps that were skipped because gradients
+    overflowed.  If there were any, the text says so: ``step 12, 2 of them skipped for an overflow``.
     """
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
@@ -358,7 +359,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
     """Print how each key of the configuration is handled, and the memory that each stage of ZeRO needs.
 
     Args:
-        trial: The trial that would run.
+        trial: The trial that is to run.
         speaks: Whether this process prints.  Under torchrun only rank 0 prints.
 
     Returns:

@@ -107,14 +107,14 @@ class _Training:
         return self.loop.clock.steps
 
     def _resumed(self) -> int:
-        """Load the job's checkpoint, and return the number of steps that are done at this checkpoint.
+        """Load the job's checkpoint, and return the number of steps that the saved run had done.
 
         Returns 0 if the job has no checkpoint.  Options of the optimizer, such as the learning rate, come from this
         run's flags and configuration, not from the checkpoint.
 
         Raises:
             CheckpointError: If the checkpoint cannot be read, or is of another run.
-            Refusal: If all steps are done.
+            Refusal: If the saved run had done as many steps as this run has in all, or more, so that none is left.
         """
         folder = self.job.load
         if folder is None:
@@ -146,8 +146,9 @@ class _Training:
     def _checked(self, folder: Path) -> Path:
         """Check that the checkpoint to load fits this run's batches, model and optimizer, and return its path.
 
-        The checkpoint is ``folder`` itself, or the newest checkpoint in ``folder``.  Loading it checks model and
-        optimizer again, but only the errors of this method name the flags to change.
+        The checkpoint is ``folder`` itself, or the newest checkpoint in ``folder``.  When the checkpoint is loaded
+        afterwards, model and optimizer are checked again.  This method checks them before, because its error messages
+        name the flags to change.
 
         Raises:
             CheckpointError: If the checkpoint cannot be read, was not saved by ``zeropp train``, or is of another run.

@@ -36,7 +36,7 @@ _COLUMNS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The memory that one rank needs at one stage, in bytes."""
+    """The memory that one rank needs at one stage of ZeRO, in bytes."""
 
     stage: Stage
     device: dict[str, int]  # states on the device, by column of the table
@@ -82,7 +82,7 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
 
 
 def _columns(parts: dict[str, int]) -> dict[str, int]:
-    """Add up the parts of memory that share a column of the table, and return the bytes of each column.
+    """Add up the parts of a rank's memory that share a column of the table; return the bytes of each column.
 
     Args:
         parts: Bytes by part of memory, such as ``masters``.  Parts that have no column of their own are added up in the
@@ -147,9 +147,10 @@ def in_words(size: float) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
-    """Check whether this machine has enough memory for its ranks; return the reason as text if it has not.
+    """Return, as text, why this machine's memory is too small for its ranks; None if it is large enough.
 
-    Returns None if the memory of the machine and of its GPUs is large enough.
+    With ``cuda``, each GPU must have room for the states and activations of a rank, and the machine's own memory for
+    what its ranks offload.  Otherwise the machine's own memory must have room for all of this.
 
     Args:
         need: The memory that one rank needs.

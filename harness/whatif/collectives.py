@@ -58,7 +58,7 @@ _OPTIMIZER: Final = "Optimizer.step"
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective as one rank saw it; times are in seconds."""
+    """A collective of a traced step, as the trace of one rank shows it; times are in seconds."""
 
     kind: Kind
     elements: int  # elements of all ranks' parts together
@@ -133,22 +133,22 @@ class Marks:
         )
 
     def phase(self, moment: float) -> Phase:
-        """Return the phase in which the step is at a time in seconds: ``forward``, ``backward`` or ``optimizer``."""
+        """Return the phase in which the step is at the time ``moment``: ``forward``, ``backward`` or ``optimizer``."""
         return "forward" if moment < self.backward else "backward" if moment < self.optimizer else "optimizer"
 
     def computing(self, moment: float) -> str:
-        """Return the name of the FSDP module that computes at a moment.
+        """Return the name of the FSDP module that computes at the time ``moment``, in seconds.
 
-        Returns an empty text if the root computes, or if the trace has no FSDP modules.
+        Returns an empty text if the root module computes, or if the trace has no FSDP modules.
         """
         place = bisect.bisect_right(self.windows, (moment, "\uffff")) - 1
         return self.windows[place][1] if place >= 0 else ""
 
     def unit(self, moment: float) -> str:
-        """Return the name of the module that FSDP works on at a moment, such as a module whose weights it gathers.
+        """Return the name of the module on which FSDP works at a moment, for example by gathering the weights.
 
-        The name is taken from FSDP's annotation that is in progress at the moment.  If several nested annotations are
-        in progress, the innermost is used.  Returns an empty text if no annotation is in progress.
+        The name is taken from the annotation that FSDP has in progress at the moment.  If several nested annotations
+        are in progress, the innermost is used.  Returns an empty text if no annotation is in progress.
         """
         around = [event for event in self.units if event.begin <= moment <= event.end]
         match = _UNIT.match(max(around, key=lambda event: event.begin).name) if around else None
@@ -174,7 +174,11 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
 
 
 def _kind(trace: Trace, name: str) -> Kind | None:
-    """Return the kind of the collective that an operation's name stands for.  Returns None for a barrier."""
+    """Return the kind of the collective that an operation's name stands for.  Returns None for a barrier.
+
+    Raises:
+        Refusal: If a prediction does not support the operation.  The message names the file of ``trace``.
+    """
     plain = name.lower().replace("_", "")
     if "barrier" in plain or "monitoredbarrier" in plain:
         return None
@@ -235,7 +239,15 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
 
 
 def _group(trace: Trace, facts: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ranks of an NCCL kernel's process group."""
+    """Return the ranks of an NCCL kernel's process group.
+
+    Args:
+        trace: The trace, whose list of process groups is used if the kernel's own list of ranks is shortened.
+        facts: The kernel's arguments.
+
+    Raises:
+        Refusal: If neither list has the ranks, and the group is not the group of all ranks.
+    """
     try:
         ranks = json.loads(str(facts.get("Process Group Ranks")))
     except ValueError:  # torch shortens the list of a large group
@@ -310,7 +322,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
 def _largest(dims: Any) -> int:
     """Return the number of elements of the largest argument of an operation; 0 if ``dims`` is no list.
 
-    ``dims`` has the shape of each argument.  An argument that is a list of tensors has the elements of all its tensors.
+    ``dims`` has the shape of each argument.  If an argument is a list of tensors, the elements of all its tensors are
+    added up.
     """
     return max((_elements(shape) for shape in dims), default=0) if isinstance(dims, list) else 0
 
@@ -334,7 +347,8 @@ def _elements(shape: Any) -> int:
 def copies_out(marks: Marks, unit: str, moment: float) -> float | None:
     """Return when FSDP begins to copy a unit's gathered weights out of the buffer of the all-gather.
 
-    The host waits for the unit's all-gather in this copy.  On a GPU, the kernels that the copy launches wait instead.
+    This moment shows when the unit's all-gather is waited for.  On a CPU, the host waits for the all-gather in this
+    copy.  On a GPU, the kernels that the copy launches wait instead.
 
     Args:
         marks: Marks of the step, which hold FSDP's annotations.

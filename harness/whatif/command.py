@@ -30,8 +30,8 @@ MOST_PREDICTED: Final = 1 << 16  # largest number of ranks of a predicted run
 def _speed_up_mark(row: Mapping[str, Any]) -> str:
     """Return the interval of a predicted speed-up as text, such as ``(0.95 to 1.10) ?`` with a space before it.
 
-    The text ends in ``?`` if 1 lies between the ends of the interval, so that it is not known which program is faster.
-    It is empty if both ends are equal.
+    The text ends in ``?`` if 1 lies between the ends of the interval.  It is then not known whether the policy or the
+    program as traced is faster.  The text is empty if both ends are equal.
     """
     mark = " ?" if _undecided(row) else ""
     return terminal_table.interval(row["low_speed_up"], row["high_speed_up"], ".2f") + mark

@@ -95,11 +95,11 @@ class _Streams:
 
         - A collective waits for the kernel that :meth:`_wait_as_issued` finds.
         - Any other kernel has waited if its stream was idle for more than 20 us although the kernel had been launched.
-          It is taken to have waited for the kernel of another stream that ended right before it began.
+          The kernel is taken to have waited for the kernel of another stream that had ended right before.
 
         Returns:
-            The unexplained idle time in seconds: the time in which a stream waited for a kernel that was not found.  It
-            is summed for each stream, and the largest sum is returned.
+            The unexplained idle time, in seconds, of the stream that has most of it.  Idle time is unexplained if a
+            kernel waited, but no kernel was found for which it waited.
         """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
@@ -163,8 +163,8 @@ class _Streams:
 
         1. ``copy-out``, for an all-gather: the first kernel that the host launched after FSDP had begun to copy the
            gathered weights out of the all-gather's buffer;
-        2. ``gap``: a kernel that waited for the collective as :meth:`find_waits` found, for example because its stream
-           was idle until the collective ended;
+        2. ``gap``: a kernel for which :meth:`find_waits` has found that it waited for the collective, for example
+           because its stream was idle until the collective ended;
         3. ``optimizer``: the first kernel that the host launched after the optimizer's step had begun.
 
         Rules 1 and 3 skip collectives, kernels of the collective's stream, and kernels that began before the collective
@@ -200,9 +200,9 @@ class _Streams:
         """Add the seconds of each computing kernel, and when it was launched, to the :class:`RankStep`.
 
         Kernels of collectives do not compute, and are left out.  For every other kernel, the time from the end of all
-        earlier computing kernels to the end of this kernel is added.  It includes idle time before the kernel, for
-        example while the host had not launched the kernel yet.  If the kernel waited for a collective, this idle time
-        is left out: the time before the kernel's own beginning is not added.
+        earlier computing kernels to the end of this kernel is added.  This time includes idle time before the kernel,
+        for example while the host had not launched the kernel yet.  If the kernel waited for a collective, the idle
+        time before the kernel is left out: only the time from the kernel's own beginning is added.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -254,8 +254,8 @@ class _Streams:
     def cut(self, host_begin: float) -> None:
         """Divide the step into tasks of the streams and of the host, and add them to the :class:`RankStep`.
 
-        The time of a task includes the gaps between its kernels.  ``host_begin`` is the moment in seconds at which the
-        host began the step.
+        A task is a collective, or a piece of computation, whose time includes the gaps between its kernels.
+        ``host_begin`` is the moment in seconds at which the host began the step.
         """
         result, syncs = self._result, list(self._synchronisations())
         waited = {other for others in self._waits.values() for other in others}

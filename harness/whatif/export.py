@@ -70,7 +70,9 @@ def check(pattern: str, predictions: int) -> None:
 
 
 def paths(pattern: str, traced: Traced, target: Target) -> dict[int, Path]:
-    """Return by rank the file into which the rank's trace will be written.
+    """Return, for each rank, the file into which the rank's trace will be written.
+
+    ``pattern`` is the file's name, in which ``{rank}`` stands for the rank's number.
 
     Raises:
         Refusal: if there are too many ranks, if ``pattern`` gives several ranks the same file, or if a file exists
@@ -98,7 +100,8 @@ def paths(pattern: str, traced: Traced, target: Target) -> dict[int, Path]:
 def write(files: Mapping[int, Path], traced: Traced, prediction: Prediction) -> None:
     """Write a prediction into one file for each rank.  A file whose name ends in ``.gz`` is compressed.
 
-    The first step is written twice, because ``zeropp whatif`` leaves out the first step of a GPU's trace.
+    The first step is written twice.  When ``zeropp whatif`` reads the files, it leaves out the first step of a GPU's
+    trace, and thus still reads every predicted step.
 
     Raises:
         OSError: if a file cannot be written or exists already.  In this case none of the files is written.
@@ -128,6 +131,9 @@ def _groups_and_lengths(
     steps: Sequence[Callable[[int], RankSchedule]], ranks: Iterable[int], target: Target
 ) -> tuple[dict[tuple[int, ...], str], list[float]]:
     """Return the names of the process groups that ``ranks`` use in a predicted run, and how long each step takes.
+
+    ``steps`` has a function for each predicted step: it takes a rank's number and returns what this rank does in the
+    step.
 
     Returns:
         (names, lengths).  ``names`` maps the ranks of each process group to the group's name.  The group of all ranks
@@ -212,7 +218,13 @@ class _Events:
     sent: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, number: int, step: RankSchedule, begin: float) -> None:
-        """Add the events of a step.  ``begin`` is the time in seconds at which the earliest rank begins the step."""
+        """Add the events of one predicted step of this rank.
+
+        Args:
+            number: Number of the step, which becomes part of its name.
+            step: What the rank does in the step.
+            begin: The time in seconds at which the earliest rank begins the step.
+        """
         start = begin + step.begin
         end = begin + max(activity.end for activity in step.activities)
         self._add("user_annotation", f"{STEP}{number}", start, end, _HOST_THREAD)
@@ -242,8 +254,9 @@ class _Events:
 
         - If the launch was predicted, the result is the predicted time (``activity.launched``), or ``start`` if
           ``start`` is later.
-        - Otherwise the launches of all activities are placed 1 us apart from ``start`` on.  The result is ``place``
-          microseconds after ``start``, or the beginning of the activity if the activity begins earlier.
+        - Otherwise the activities of the step are launched one after the other, one each microsecond from ``start`` on.
+          The result is ``place`` microseconds after ``start``, or the beginning of the activity if the activity begins
+          earlier.
 
         Args:
             place: Index of the activity in its step.
@@ -295,7 +308,7 @@ class _Events:
         self.found.append({**event, "dur": round(until - ts, 3), "args": facts})
 
     def names(self, title: str) -> Iterator[dict[str, Any]]:
-        """Yield the events that name the process and its threads."""
+        """Yield the events that give the process the name ``title``, and each thread the name of its track."""
         threads = {_HOST_THREAD: "host", **{stream: track for track, stream in self.streams.items()}}
         yield self._named("process_name", 0, name=title)
         yield self._named("process_sort_index", 0, sort_index=self.rank)

@@ -55,7 +55,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class JointStep:
-    """One traced step of all ranks, with the collectives that join them."""
+    """One traced step on all ranks: the tasks of each rank, and the collectives that the ranks run together."""
 
     ranks: Mapping[int, RankStep]
     # By rank, seconds from when the earliest rank begins the step to when this rank begins the step.
@@ -82,7 +82,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One collective as a replay runs it; times are in seconds."""
+    """How one collective runs in a replay, the simulation of a traced step; times are in seconds."""
 
     link: float  # time on the link
     # By rank, from the end of the time on the link to the end of the collective.
@@ -259,7 +259,8 @@ def _offsets(
     Args:
         traces: The traces of all ranks.
         steps: For each step, the step of every rank.
-        bases: By rank, seconds to add to all times of the rank's trace.
+        bases: By rank, seconds to add to all times of the rank's trace, because each trace counts time from its own
+            base.
     """
     names = {trace.rank: trace.host for trace in traces}
     if len(set(names.values())) > 1 and "" not in names.values():
@@ -275,15 +276,16 @@ def _aligned(
     """Return by how many seconds the clock of each rank is ahead of the first rank's, given each rank's host.
 
     The difference between two clocks is the median difference between the times at which the same collectives ended on
-    both hosts.  Only neighbours are compared directly: hosts that follow each other in a collective if its ranks are in
-    order.  For other hosts, differences are added: if collectives run on hosts A, B and C, the clock of C is ahead of
-    the clock of A by the difference from A to B plus the difference from B to C.  If no collectives connect a host with
-    the first rank's host, the result is 0.
+    both hosts.  Only the clocks of neighbours are compared directly.  Two hosts are neighbours if one follows the other
+    when the hosts of a collective are listed in the order of their ranks.  For other hosts, differences are added: if
+    collectives run on hosts A, B and C, the clock of C is ahead of the clock of A by the difference from A to B plus
+    the difference from B to C.  If no collectives connect a host with the first rank's host, the result is 0.
 
     Args:
         hosts: Name of each rank's host; ranks of one host have the same clock.
         steps: For each step, the step of every rank.
-        bases: By rank, seconds to add to all times of the rank's trace.
+        bases: By rank, seconds to add to all times of the rank's trace, because each trace counts time from its own
+            base.
     """
     apart: dict[str, dict[str, list[float]]] = {host: {} for host in hosts.values()}
     for ranks in steps:
@@ -343,6 +345,9 @@ def _rate(steps: Sequence[JointStep]) -> float:
 
     If no collective is between nodes, the largest of all collectives are used.  Collectives that run at the same time
     share the link, so they are counted as one collective with the sum of their bytes.
+
+    Raises:
+        Refusal: If no collective was in progress on all its ranks at once, so that the clocks cannot be aligned.
     """
     achieved = list[tuple[float, float]]()  # (bytes, bytes a second)
     for step in steps:
@@ -369,9 +374,9 @@ def _rate(steps: Sequence[JointStep]) -> float:
 def _timed(step: JointStep, rate: float) -> JointStep:
     """Divide the time of each collective of a step into time on the link and overhead, and return the step.
 
-    If a collective has ranks on several nodes, its time on the link is its bytes divided by ``rate`` (bytes a second).
-    If all its ranks are on one node, the whole time from the last rank's beginning to the first rank's end counts as
-    time on the link.
+    Overhead is the rest of the collective's time, after its time on the link.  If a collective has ranks on several
+    nodes, its time on the link is its bytes divided by ``rate`` (bytes a second).  If all its ranks are on one node,
+    the whole time from the last rank's beginning to the first rank's end counts as time on the link.
     """
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
@@ -397,7 +402,7 @@ def _timed(step: JointStep, rate: float) -> JointStep:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The times of a replayed step, in seconds."""
+    """The times of a replayed step, that is, of a simulated traced step, in seconds."""
 
     seconds: float  # from the last rank's beginning to the last rank's end
     exposed: float  # seconds that tasks waited for collectives, on the rank with the longest waits
@@ -418,7 +423,7 @@ def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replaye
 
 
 class _Replay:
-    """Simulates one step.
+    """Simulates one traced step; the arguments are those of :func:`replay`.
 
     A task begins when all tasks that it waits for are done.  The link between nodes carries collectives in the order in
     which all their ranks are ready.
@@ -474,9 +479,10 @@ class _Replay:
     def _start(self, key: tuple[int, int]) -> None:
         """Start a task, after all tasks that it waits for are done.
 
-        - The end of a task that computes is known, and is noted now.
-        - A collective that the policy leaves out ends as it begins.
-        - Any other collective is put into the queue for the link once all its ranks have started it.
+        - If the task computes, its end follows from its seconds, and is noted now.
+        - If the task is a collective that the policy leaves out, it ends at the moment at which it begins.
+        - If the task is any other collective, the collective is put into the queue for the link once all its ranks have
+          started it.
 
         Args:
             key: (rank, number of the task).

@@ -62,8 +62,8 @@ class Step:
     thread: int  # the thread that called ``profiler.step()``
     begin: float
     end: float
-    host: list[Event] = field(default_factory=list)
-    launches: list[Event] = field(default_factory=list)
+    host: list[Event] = field(default_factory=list)  # operations and annotations of the host
+    launches: list[Event] = field(default_factory=list)  # the host's calls of CUDA, such as launches
     device: list[Event] = field(default_factory=list)  # kernels, copies and fills that this step launched
 
 

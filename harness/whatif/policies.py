@@ -67,7 +67,8 @@ def check(policy: str, traced: Traced) -> None:
     """Raise a Refusal if a policy is unknown, or if it cannot be predicted for the traced program.
 
     ``kept`` and the presets of our engine need a program without gradient accumulation.  ``kept`` also needs a program
-    that gathers weights again in its backward pass.  What else a preset needs is checked by :func:`of_our_engine`.
+    that gathers weights again in its backward pass.  Presets have further conditions, which :func:`of_our_engine`
+    checks.
     """
     if policy not in REWRITES and policy not in PRESETS:
         known = [*REWRITES, *PRESETS]
@@ -94,6 +95,8 @@ def rewritten(step: JointStep, traced: Traced, target: Target, overheads: Overhe
     The policy is one of :data:`REWRITES`, which keep the traced schedule and change only the messages.  The result has
     one :class:`~harness.whatif.joint.Run` for each collective, in the order of ``step.collectives``.
     :func:`harness.whatif.joint.replay` takes this list as its argument ``runs``.
+
+    ``overheads`` says how the overhead of a collective changes under the target (:data:`Overheads`).
     """
     left_out = _again(step.collectives) if target.policy == "kept" else set()
     resized = target.topology != traced.topology
@@ -140,7 +143,8 @@ def _casting(target: Target, elements: int, ranks: int, *, whole: bool) -> tuple
         target: The target.  Its machine gives the speed of casts; without a machine both results are 0.
         elements: Number of elements of all ranks' parts together.  A rank casts all of them after the collective.
         ranks: Number of ranks of the collective.
-        whole: Whether a rank also casts all elements before the collective.  If False, it casts ``elements / ranks``.
+        whole: Whether a rank casts all elements before the collective too.  If False, it casts only its own part then,
+            ``elements / ranks``.
     """
     if target.machine is None:
         return 0.0, 0.0
@@ -156,9 +160,10 @@ def _stretch(target: Target) -> float:
 
 
 def _again(collectives: Sequence[Joined]) -> set[int]:
-    """Return the indices in ``collectives`` of all-gathers in backward whose weights were gathered earlier in the step.
+    """Return the indices in ``collectives`` of those all-gathers that gather weights for a second time.
 
-    Two all-gathers are taken to gather the same weights if they have the same unit and number of elements.
+    ``collectives`` are those of one step.  An all-gather of the backward pass gathers weights for a second time if an
+    earlier all-gather of the step has the same unit and number of elements.
     """
     seen, again = set[tuple[str, int]](), set[int]()
     for number, joined in enumerate(collectives):
@@ -248,7 +253,7 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
     """Return one unit for each DDP bucket (the gradients of one all-reduce), in the order of the forward pass.
 
     All seconds are those of one rank, the rank that computes longest.  Its forward seconds are divided among the units
-    in proportion to their elements.  Its backward seconds are cut where it issues an all-reduce:
+    in proportion to their elements.  Its backward seconds are divided at the moments at which it issues an all-reduce:
 
     - The first bucket gets the computation from the beginning of the backward pass to the issue of its all-reduce.
     - Each later bucket gets the computation from the issue of the previous all-reduce to the issue of its own.
@@ -306,6 +311,8 @@ class Simulated:
 
 def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Simulated:
     """Simulate a step in which our engine trains the traced model under a preset.
+
+    ``overheads`` says how the overhead of a collective changes under the target (:data:`Overheads`).
 
     Raises:
         Refusal: if the traces do not show the model's units, or if the preset does not fit the topology.

@@ -31,12 +31,13 @@ _HALVINGS: Final = 12  # how often the interval with the break-even is then halv
 class Prediction:
     """A predicted step; seconds are medians over the traced steps.
 
-    The prediction is repeated under other assumptions.  ``low`` and ``high`` are the shortest and the longest duration
-    found, ``low_speed_up`` and ``high_speed_up`` the smallest and the largest speed-up.  Two assumptions vary:
+    The step is predicted several times, under different assumptions.  ``low`` and ``high`` are the shortest and the
+    longest duration found, ``low_speed_up`` and ``high_speed_up`` the smallest and the largest speed-up.  Two
+    assumptions vary:
 
     - how the overhead of a collective changes with the policy and rate (:data:`~harness.whatif.policies.Overheads`);
-    - which costs the machine has.  The machine file may hold several sets of costs (fits) that explain its
-      measurements equally well.  They are used for presets of our engine only.
+    - which costs the machine has.  The machine file may hold several sets of costs (fits) that explain its measurements
+      equally well.  They are used for presets of our engine only.
     """
 
     target: Target
@@ -189,8 +190,8 @@ def break_even(traced: Traced, target: Target) -> float | None:
 def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
     """Return the largest rate at which ``gain`` changes from positive to zero or negative; None if there is none.
 
-    ``gain`` is first computed at all ``rates``, which ascend.  The interval between the two neighbouring rates where
-    its sign changes is then halved several times.
+    ``gain`` is first computed at all ``rates``, which ascend.  Two neighbouring rates are found between which the sign
+    of ``gain`` changes.  The interval between these two rates is then halved several times.
     """
     gains = [gain(rate) for rate in rates]
     place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)
@@ -226,9 +227,9 @@ def _notes(traced: Traced, target: Target) -> list[str]:
 def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     """Return lines of text about the traces, to be printed before the predictions.
 
-    The lines state the traced run's topology, link rate and step time, the error of its replay, and by which rules the
-    tasks were found that wait for collectives (:mod:`harness.whatif.tasks`).  ``errors`` is what :func:`check_replay`
-    returned: the relative error of each step's replay.
+    The lines state the traced run's topology, its link rate, its step time, and the error of its replay.  They also
+    state by which rules it was found which task waits for a collective (:mod:`harness.whatif.tasks`).  ``errors`` is
+    what :func:`check_replay` returned: the relative error of each step's replay.
     """
     seconds = [step.seconds for step in traced.steps]
     origin = "given" if traced.rate_given else "found from the largest collectives"

@@ -88,7 +88,7 @@ def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSc
 
 
 def _replayed(step: JointStep, traced: Traced, target: Target) -> dict[int, RankSchedule]:
-    """Replay a step, and return the schedule of each rank.
+    """Replay (simulate) a traced step under the target, and return the schedule of each rank.
 
     If the target has more ranks than were traced, the schedules of the traced ranks are repeated: with 4 traced ranks,
     rank 4 has the schedule of rank 0.
@@ -169,8 +169,8 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
     If the policy leaves the collective out, nothing is yielded.
 
     Args:
-        task: The task.
-        span: Beginning and end of the collective.  The encoding ends ``task.seconds`` before the collective begins.
+        task: The task.  Its ``seconds`` are the seconds from the collective's issue to its beginning.
+        span: Beginning and end of the collective.  The encoding ends when the collective is issued.
         launched: When the host launched the collective; None if the rank computes on a CPU.
         run: How the collective runs.
     """
@@ -233,11 +233,11 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Convert a message of our engine's simulated step to the form of a collective in a trace, as ``rank`` records it.
+    """Convert a message of our engine's simulated step to the collective that the trace of ``rank`` records for it.
 
-    A message belongs to a hop: one exchange between the ranks of a group.  In a hop of kind ``shift`` each rank sends
-    only to the next rank.  Traces have no such collective, so the hop becomes an all-to-all with the same number of
-    bytes.  Returns None if ``posted`` belongs to no hop.
+    The message may belong to a hop: one exchange between the ranks of a group.  In a hop of kind ``shift`` each rank
+    sends only to the next rank.  Traces have no such collective, so the hop becomes an all-to-all with the same number
+    of bytes.  Returns None if the message belongs to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:
@@ -257,11 +257,11 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield all activities in their order; shorten some, so that no two on one track of codecs or links overlap.
+    """Yield all activities in their order, after shortening those that overlap on a track of codecs or links.
 
-    A track is a row of the trace, such as the link between nodes.  If two activities overlap, the beginning of the
-    activity that ends later is moved to the end of the activity that ends earlier.  Activities on tracks of computation
-    and of the host stay as they are.
+    A track is a row of the trace, such as the link between nodes.  If two activities on such a track overlap, the
+    beginning of the activity that ends later is moved to the end of the activity that ends earlier.  Activities on
+    tracks of computation and of the host stay as they are.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]

@@ -78,7 +78,7 @@ class RankStep:
 
 
 def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collective]) -> RankStep:
-    """Divide a step that computes on the CPU into tasks, and return it.
+    """Divide a step that computes on the CPU into tasks, and return them as a :class:`RankStep`.
 
     Args:
         trace: The trace, whose path error messages name.
@@ -119,8 +119,8 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
 def _computing(marks: Marks, begin: float, end: float, after: list[int]) -> Task:
     """Return the task in which the host computes from ``begin`` to ``end``.
 
-    Its name consists of its phases and the FSDP module that computes, such as ``forward layers.0``.  ``after`` are the
-    numbers of the tasks that it waits for.
+    The task's name consists of its phases and the FSDP module that computes, such as ``forward layers.0``.  ``after``
+    are the numbers of the tasks that it waits for.
     """
     first, last = marks.phase(begin), marks.phase(max(begin, math.nextafter(end, begin)))
     phases = first if first == last else f"{first} to {last}"

@@ -44,7 +44,7 @@ class BatchWitness:
         self.distinct = count ** (trial.accumulation * self._sequences) > _CHANCES
 
     def batches(self, step: int, ranks: Sequence[int]) -> list[Batch]:
-        """Return the batches that these ranks must read in step ``step``, ordered by micro-batch and then by rank."""
+        """Return the batches that the given ranks must read in step ``step``, ordered by micro-batch, then by rank."""
         dataset, count = self._dataset, self._dataset.count(self._dataset.train)
         read = []
         for micro_batch, rank in itertools.product(range(self._trial.accumulation), ranks):
@@ -55,7 +55,7 @@ class BatchWitness:
         return read
 
     def held_out(self, ranks: Sequence[int]) -> list[Batch]:
-        """Return the validation batches that these ranks must read, ordered by rank."""
+        """Return the validation batches that the given ranks must read, ordered by rank."""
         dataset, count, world = self._dataset, self._sequences, self._trial.topology().world
         batches = self._trial.validation_batches
         last, gaps = dataset.count(dataset.validation) - 1, max(batches * world * count - 1, 1)
@@ -83,11 +83,12 @@ def shared_split(dataset: Dataset) -> str | None:
     The sentence is returned in two cases:
 
     - The training part and the validation part are the same object, or share memory.
-    - The data set is a text, and each of four runs of tokens from the validation part also occurs in the training part.
+    - The data set is a text, and four passages of its validation part, spread evenly, all occur in its training part
+      too.
 
-    There are two exceptions to the second case.  A training part of more than 64 MiB is not searched.  In a text that
-    repeats itself, a match proves nothing and does not count.  A text is taken to repeat itself if any of four runs of
-    tokens from its training part occurs there twice.
+    There are two exceptions to the second case.  If the training part has more than 64 MiB, it is not searched, and
+    None is returned.  If the text repeats itself, a match proves nothing, and None is returned.  A text is taken to
+    repeat itself if at least one of four passages of its training part occurs there twice.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):
@@ -112,7 +113,7 @@ def shared_split(dataset: Dataset) -> str | None:
 
 
 def digest(batches: Iterable[Batch]) -> str:
-    """Return 32 hex digits: a BLAKE2b digest of the types, shapes and values of all inputs and targets of batches."""
+    """Return 32 hex digits: a BLAKE2b digest of the types, shapes and values of the inputs and targets of batches."""
     total = hashlib.blake2b(digest_size=16)
     for tensor in itertools.chain.from_iterable(batches):
         total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

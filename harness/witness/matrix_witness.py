@@ -1,9 +1,9 @@
-"""Checks one matrix that Muon updates, and records one step of Muon so that it can be recomputed on the whole matrix.
+"""Checks one matrix that Muon updates, and records one step of Muon so that it can be computed again as a check.
 
 In every step, each rank checks its part of the matrix: between two steps nothing may change the weights or the
 momentum, and the momentum must follow Muon's formula.  In one step, chosen at random, the rank also records its part of
-the weights, the momentum and the gradient.  :mod:`harness.reference_checks.muon_step` gathers these parts from all
-ranks, and computes this step again with the formula of ``torch.optim.Muon``.
+the weights, the momentum and the gradient.  After this step, :mod:`harness.reference_checks.muon_step` gathers these
+parts from all ranks, and computes the step of the whole matrix again with the formula of ``torch.optim.Muon``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _MOMENTUM_ERROR = 4 * 2.0**-24  # relative to the terms of the sum; each is roun
 
 @dataclass(frozen=True, slots=True)
 class MatrixParts:
-    """One rank's part (n,) of a matrix before and after the step that is chosen at random to be computed again."""
+    """One rank's part (n,) of a matrix before and after one step of Muon.
+
+    The step is chosen at random.  It is computed again as a check, from the parts of all ranks.
+    """
 
     value: Tensor  # weights before the step
     momentum: Tensor  # momentum before the step
@@ -31,8 +34,9 @@ class MatrixParts:
 class MatrixWitness:
     """Checks, in every step, this rank's part of one matrix that Muon updates.
 
-    Only Muon may change the weights and the momentum of this part, and the momentum must follow Muon's formula.  For
-    one step, chosen at random, the attribute ``parts`` also keeps what is needed to compute the step again.
+    Only Muon may change the weights and the momentum of this part, and the momentum must follow Muon's formula.  The
+    attribute ``parts`` is None until one step, chosen at random, has ended.  From then on it holds what is needed to
+    compute this step again as a check.
 
     Args:
         optimizer: The optimizer.  After its first step, its state of ``master`` has a tensor ``momentum_buffer``.
@@ -63,6 +67,9 @@ class MatrixWitness:
     def before(self, index: int) -> str | None:
         """Check that nothing has changed weights or momentum of this part since the optimizer's previous step.
 
+        Args:
+            index: Number of the step that the optimizer is about to take.
+
         Returns:
             A sentence if something has changed them; else None.
         """
@@ -78,7 +85,7 @@ class MatrixWitness:
         """Compare the momentum after a step with Muon's formula; after step :attr:`drawn`, also set :attr:`parts`.
 
         Args:
-            index: Number of the step.
+            index: Number of the step that has just ended.
             done: Whether the optimizer took the step; it skips a step after an overflow.
 
         Returns:

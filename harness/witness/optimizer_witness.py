@@ -44,9 +44,9 @@ _SAME: Final = 0.999
 
 @dataclass(slots=True)
 class _Drawn:
-    """The elements that were drawn for one step, with their values and moments.
+    """The elements that are chosen at random to be checked in one step, with their values and moments.
 
-    Each tensor is (n,) float64, over all drawn elements.
+    Each tensor is (n,) float64, over all these elements.
     """
 
     places: list[tuple[int, Tensor]]  # number of a master, and the drawn places in it
@@ -104,7 +104,7 @@ class OptimizerWitness:
         """Keep the gradients of a rehearsal of step ``index``; :meth:`after` compares them with the step's gradients.
 
         A rehearsal runs the forward and backward passes of the step in advance, and changes nothing that training
-        depends on.  Call this method right after it, while its gradients are in the parameters.
+        depends on.  Call this method right after the rehearsal, while its gradients are in the parameters.
         """
         if (gradient := self._gradients()) is not None:
             self._rehearsed[index] = gradient
@@ -112,8 +112,9 @@ class OptimizerWitness:
     def before(self, index: int) -> str | None:
         """Check that nothing has changed the elements drawn for step ``index`` since the optimizer's previous step.
 
-        Call this method when the backward passes of the step have ended.  It also keeps their gradients, which
-        :meth:`after` compares with the gradients that the optimizer has used.
+        Call this method when the backward passes of the step have ended, and before the optimizer takes the step.  The
+        method also keeps the gradients of these passes.  :meth:`after` compares them with the gradients that the
+        optimizer has used.
 
         Returns:
             A sentence if the value or a moment of a drawn element has changed; else None.
@@ -228,7 +229,13 @@ class OptimizerWitness:
     def _wrong(self, index: int, trained: Tensor, expected: Tensor, which: str = "watched") -> str | None:
         """Return a sentence if an element of ``trained`` differs from ``expected`` by more than rounding; else None.
 
-        The sentence is on the first such element.  ``which`` names the set of elements in the sentence.
+        The sentence is on the first such element.
+
+        Args:
+            index: Number of the step, for the sentence.
+            trained: (n,) the elements after the optimizer's step.
+            expected: (n,) the same elements as this module computes them.
+            which: Names the set of elements in the sentence.
         """
         allowed = _ULPS * expected.abs() + _RATE_ERROR * abs(self._settings["lr"])
         wrong = ~((trained - expected).abs() <= allowed)  # negated, so that NaN is wrong too
@@ -249,6 +256,12 @@ class OptimizerWitness:
         The directions count as the same if the cosine of the two gradients is at least :data:`_SAME`.  Their lengths
         may differ, for example because of clipping.  If a gradient is missing, or if the expected gradient is zero,
         None is returned.
+
+        Args:
+            index: Number of the step, for the sentence.
+            gradient: (n,) the gradient that the optimizer has used.
+            expected: (n,) the gradient of the same elements from an earlier moment.
+            whose: Says in the sentence what has left the expected gradient.
         """
         if expected is None or gradient is None or not bool(expected.any()):
             return None

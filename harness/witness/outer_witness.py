@@ -35,9 +35,9 @@ _FEEDBACK: Final = 2.0
 class OuterWitness:
     """Records, on one rank, up to 64 masters of each unit before and after each outer step.
 
-    A master is one fp32 weight of this rank's shard.  In an outer step of local steps (DiLoCo), groups of ranks average
-    how far their masters have moved.  The caller calls :meth:`after` when the optimizer has taken a step.
-    :attr:`notes` has one note for each unit and outer step.
+    A master is one fp32 weight of this rank's shard, and a unit is a part of the model that is sharded as one.  In an
+    outer step of local steps (DiLoCo), groups of ranks average how far their masters have moved.  The caller calls
+    :meth:`after` when the optimizer has taken a step.  :attr:`notes` has one note for each unit and outer step.
     """
 
     def __init__(self, zero: Zero, optimizer: torch.optim.Optimizer) -> None:
@@ -67,7 +67,7 @@ class OuterWitness:
         """Read up to 64 fp32 weights of each unit that an outer step is about to change.
 
         This is a hook of the optimizer.  It runs after the optimizer's own step, and before the engine takes the outer
-        step.  If no outer step follows, the hook does nothing.
+        step.  If no outer step follows the optimizer's step, the hook does nothing.
         """
         for unit, fragment in self._units:
             if meets(self._policy, self._step + 1, fragment):
@@ -93,7 +93,10 @@ class OuterWitness:
 
 
 def _error_of(codec: Codec) -> float:
-    """Return the relative error of a codec, norm(decoded - x) / norm(x), on normally distributed values x."""
+    """Return the relative error of a codec, norm(decoded - x) / norm(x), on normally distributed values x.
+
+    The error that is allowed in an outer step is a multiple of this error.
+    """
     numel = codec.grain * -(-_TRIED // codec.grain)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     frame, decoded = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8), torch.empty(numel)

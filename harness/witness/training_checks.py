@@ -103,14 +103,14 @@ class TrainingChecks:
                 self._note(f"on rank {rank} {shared}")
 
     def _note(self, wrong: str | None) -> None:
-        """Keep the sentence ``wrong`` if it is the first; None, and sentences on later faults, are ignored."""
+        """Keep the sentence ``wrong`` if no earlier sentence was kept; do nothing if ``wrong`` is None."""
         self.checked.wrong = self.checked.wrong or wrong
 
     def note_rehearsal(self, index: int) -> None:
         """Keep the gradients of a rehearsal of step ``index``; :meth:`replay` compares them with the step's gradients.
 
         A rehearsal runs the forward and backward passes of the step in advance, and changes nothing that training
-        depends on.  Call this method right after it, while its gradients are in the parameters.
+        depends on.  Call this method right after the rehearsal, while its gradients are in the parameters.
         """
         self._optimizer.note_rehearsal(index)
 
@@ -119,7 +119,8 @@ class TrainingChecks:
 
         The method does the following:
 
-        1. It calls :attr:`compare`, if set, which compares the gradients of one step with a single process.
+        1. If :attr:`compare` is set, it calls this function.  In one of the steps, the function compares the gradients
+           with those that a single process computes.
         2. It checks, for some of the weights, that nothing has changed them since the optimizer's previous step.
         3. It keeps the gradients, which :meth:`replay` compares with those that the optimizer has used.
         4. It keeps the norm of the gradients, which :meth:`replay` notes.
@@ -141,7 +142,8 @@ class TrainingChecks:
         """Recompute the optimizer's step ``index``, which has just ended, for a few weights, and note any difference.
 
         If the optimizer has taken the step, also note two norms of the gradients: as the backward passes left them, and
-        as the optimizer has used them.  ``done`` is False if the optimizer has skipped the step because of an overflow.
+        as the optimizer has used them.  With local steps (DiLoCo), also record a few weights after an outer step.
+        ``done`` is False if the optimizer has skipped the step because of an overflow.
         """
         if done and self._shown:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
@@ -158,8 +160,8 @@ class TrainingChecks:
         The first digest is made from ``drawn``, which this rank has read.  The second digest is made from the batches
         that the next rank must read, and that this method recomputes from the seed.  After the trial,
         :func:`~harness.records.training_faults.training_fault` checks that this rank's second digest equals the next
-        rank's first digest.  If one process reads the batches of all ranks, both digests are made from the batches of
-        all ranks.
+        rank's first digest.  Each rank thus checks what another rank has read.  If one process reads the batches of all
+        ranks, both digests are made from the batches of all ranks.
 
         Args:
             step: Number of the step.
@@ -210,7 +212,12 @@ def watch_inputs(model: nn.Module) -> list[Tensor]:
 
 
 def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
-    """Return a sentence on the first codec whose kernels on ``device`` differ from the reference; else None."""
+    """Return a sentence on the first codec whose kernels on ``device`` are wrong; None if there is none.
+
+    Kernels are right if they encode and decode exactly as the reference implementation in PyTorch does
+    (:data:`impl.codecs.reference.REFERENCE`).  Two kinds of codecs are left out: casts, since PyTorch does them, and
+    users' own codecs, since they have the same code on every device.
+    """
     for codec in dict.fromkeys(codecs):
         if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
             continue  # casts are torch's, and a user's codec has the same code on every backend

@@ -9,13 +9,14 @@ There are four kinds of laps:
 - ``apart``: validations and comparisons between steps, which send messages;
 - ``between``: everything else.
 
-For each lap the clock computes the wall-clock seconds, and for how many of them the thread ran, slept while it waited
-for something, or was ready to run but had no CPU.  It adds these up for each step and for each kind of lap.  Checks
-judge the time outside steps by the seconds in which the thread ran or slept, since a thread is not to blame if it had
-no CPU.
+For each lap the clock computes the wall-clock seconds.  It also computes for how many of these seconds the thread ran,
+slept while it waited for something, or was ready to run but had no CPU.  It adds these up for each step and for each
+kind of lap.  Checks judge the time outside steps by the seconds in which the thread ran or slept, since a thread is not
+to blame if it had no CPU.
 
 If torch computes with several threads, the measured thread also waits for the other compute threads, which may lack a
-CPU.  The seconds in which the process's other threads run, or are ready to run, are then not counted as its sleep.
+CPU.  In this case, the seconds in which the process's other threads run, or are ready to run, are not counted as sleep
+of the measured thread.
 """
 
 from __future__ import annotations
@@ -58,10 +59,13 @@ class _Reading(NamedTuple):
 
 
 class WitnessClock:
-    """Keeps the laps of the thread that constructs the clock; the first lap is of kind ``between``.
+    """Divides the time of the thread that constructs the clock into laps, and adds up the laps of each kind.
+
+    The kinds of laps are ``step``, ``check``, ``apart`` and ``between``.  The first lap is of kind ``between``.  The
+    attribute ``spent`` has the seconds of each kind, and ``steps`` has those of each step.
 
     Args:
-        device: Each reading waits until this device has finished its work.
+        device: Each reading waits until this device has finished its work.  None is the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -88,8 +92,8 @@ class WitnessClock:
     def turn(self, kind: Kind) -> float:
         """End the present lap, and begin a lap of kind ``kind``.
 
-        A ``step`` lap after a lap of kind ``between`` begins a new step.  After a lap of any other kind, a ``step`` lap
-        continues the present step.
+        If the present lap is of kind ``between``, a lap of kind ``step`` begins a new step.  After a lap of any other
+        kind, a lap of kind ``step`` continues the latest step.
 
         Returns:
             The moment at which the lap before this call ended and the new lap began, in seconds of
@@ -161,9 +165,9 @@ def _lap(begin: _Reading, end: _Reading) -> Spent:
 
     A reading reads its counters one after the other, and the thread may lose its CPU in between.  Therefore the seconds
     of waiting are an upper bound: the counter of waits after the second reading, minus this counter before the first.
-    The seconds of sleep are the time in which the thread neither ran nor waited, less the time in which other threads
-    of the process did, so they are a lower bound.  They are 0 if the thread never gave up its CPU of its own accord.
-    If waits are not counted, waiting and sleep are both 0.
+    The seconds of sleep are the time in which the thread neither ran nor waited for a CPU, less the time in which other
+    threads of the process ran or waited for a CPU.  They are a lower bound.  The seconds of sleep are 0 if the thread
+    never gave up its CPU of its own accord.  If waits are not counted, waiting and sleep are both 0.
     """
     seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
     if begin.stalled is None or end.stalled is None:

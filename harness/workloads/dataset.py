@@ -1,8 +1,8 @@
 """Defines the base class of data sets, which chooses the samples that each rank reads at each step.
 
-Which sample is read follows from a hash of seed, step, micro-batch, rank and the sample's index in the batch.  A batch
-therefore does not depend on the strategy, on earlier batches, or on the version of a library.  This module does not
-import torch.
+Which training sample is read follows from a hash of seed, step, micro-batch, rank and the sample's index in the batch.
+A batch therefore does not depend on the strategy, on earlier batches, or on the version of a library.  Validation
+samples are spread evenly over their part of the data set.  This module does not import torch.
 """
 
 from __future__ import annotations

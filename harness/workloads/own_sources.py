@@ -171,10 +171,10 @@ def _named(text: str, path: Path, holder: str) -> _Source:
 
 @cache
 def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
-    """Return the files that a kernel's source includes from its folder, as pairs (name in the source, path).
+    """Return the files that a kernel's source includes by a path relative to its own folder.
 
-    ``_time`` and ``_size`` are the file's :func:`stamp`.  As parts of the cache's key, they let a changed file be read
-    again.
+    The result has pairs (name in the source, path).  ``_time`` and ``_size`` are the file's :func:`stamp`.  They are
+    part of the key of this function's cache, so that a changed file is read again.
     """
     try:
         names = [name.decode(errors="replace") for name in _INCLUDE.findall(file.read_bytes())]
@@ -184,7 +184,7 @@ def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
 
 
 def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_Source]:
-    """Find a module without importing it.
+    """Find a module without importing it, and the packages that contain it.
 
     Args:
         name: Dotted name of the module.  A name that begins with a dot is relative to ``package``.
@@ -224,7 +224,7 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
 
 
 def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
-    """Find the spec of a top-level module in the folders of ``sys.path``, or else in ``added_folders``.
+    """Find the spec of a top-level module in the folders of ``sys.path`` or, if it is not there, in ``added_folders``.
 
     ``sys.modules`` is not consulted, since another module may be imported under this name.  Returns None if no folder
     has such a module.
@@ -312,7 +312,7 @@ def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
     """Collect the modules and files that a source may name.
 
     If the source cannot be read or parsed, the result is empty.  ``_time`` and ``_size`` are the file's :func:`stamp`.
-    As parts of the cache's key, they let a changed file be read again.
+    They are part of the key of this function's cache, so that a changed file is read again.
     """
     mentions = _Mentions()
     try:
@@ -383,7 +383,10 @@ def _imports_computed(node: ast.AST) -> bool:
 
 
 def _writes(node: ast.AST) -> bool:
-    """Return whether a node is a call that writes a file.  The file that such a call names is no input."""
+    """Return whether a node is a call that writes a file.
+
+    Such a call also names a file, but this file is no input of the user's object.
+    """
     if not isinstance(node, ast.Call) or _called(node) != "open":
         return _WRITING.match(_called(node)) is not None
     modes = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
@@ -391,7 +394,10 @@ def _writes(node: ast.AST) -> bool:
 
 
 def _written_names(tree: ast.AST) -> set[str]:
-    """Return the names of all variables, attributes and functions that occur in calls that write files."""
+    """Return the names of all variables, attributes and functions that occur in calls that write files.
+
+    A path that is assigned to such a name is taken to be an output, and no input of the user's object.
+    """
     parts = (part for node in ast.walk(tree) if _writes(node) for part in ast.walk(node))
     return {str(getattr(part, "attr", "") or getattr(part, "id", "")) for part in parts} - {""}
 

@@ -1,7 +1,7 @@
 """Lists a preset model's sizes, and its parameters by name and shape, without building the model.
 
-Commands that only plan a suite need no more than these lists.  They can do without torch, whose import takes longer
-than the planning.  This module does not import torch.
+Commands that only plan a suite need only these lists, and do not need torch, whose import takes longer than the
+planning.  This module does not import torch.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceBatch:
-    """The batch of one step of workload ``rlhf``: prompts, and the actor's continuations of them."""
+    """The batch of one step of workload ``rlhf``: prompts, and their continuations by the actor (the trained model)."""
 
     batch: tuple[Tensor, Any]  # inputs and targets of the model
     drawn: list[Batch]  # the batches that the prompts were taken from

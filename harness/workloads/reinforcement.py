@@ -1,8 +1,8 @@
 """Defines models and loss of workload ``rlhf``: group-relative policy optimisation (GRPO, arXiv 2402.03300).
 
-In each step the actor continues prompts, a group of continuations for each prompt.  A frozen reward model scores the
-continuations, and a frozen reference model gives their log probabilities.  Then the actor takes one optimizer step.
-:func:`harness.strategies.training_loop.collect` generates and scores the continuations.
+In each step the actor, which is the model that is trained, writes a group of continuations of each prompt.  A frozen
+reward model scores the continuations, and a frozen reference model gives their log probabilities.  Then the actor takes
+one optimizer step.  :func:`harness.strategies.training_loop.collect` generates and scores the continuations.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def actor_of(trial: Trial) -> Actor:
 
 
 def judges_of(trial: Trial, actor: nn.Module) -> Judges:
-    """Build the frozen models.
+    """Build the frozen models: the reference model and the reward model.
 
-    The reference model is a copy of the actor, which must not have been trained yet.  The reward model is a GPT of the
-    same shape with random weights; its head has one output.
+    The reference model is a copy of the actor, so the actor must not have been trained yet.  The reward model is a GPT
+    of the same shape with random weights; its head has one output.
     """
     assert isinstance(actor, GPT)  # noqa: S101  # suites are checked
     shape = shape_of(trial.model)

@@ -63,8 +63,8 @@ def check(trial: Trial) -> None:
 def micro_batch_bytes(trial: Trial) -> int:
     """Return the most bytes of memory that the inputs and targets of one micro-batch take on a rank.
 
-    They are counted twice: as the data set returns them, and as their copy on the model's device.  If the corpus cannot
-    be read, it is assumed to be a text.
+    Inputs and targets are counted twice: as the data set returns them, and as their copy on the model's device.  If the
+    corpus cannot be read, it is assumed to be a text.
     """
     examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:

@@ -47,13 +47,16 @@ class InDDP(Joined):
 
     Gradients are sent in units, so the bytes do not depend on DDP's buckets.  A unit is the parameters of one block (a
     repeated part of the model); the parameters outside all blocks are one more unit.  DDP passes its buckets to this
-    adapter's communication hook, in the same order on all ranks, and the hook copies their gradients into the units.
-    When a unit has all its gradients, its reduction starts, and the reductions of earlier units begin their next hop
-    (exchange).  After the last bucket, the hook waits for all reductions.
+    adapter's communication hook, in the same order on all ranks.  The hook copies the gradients of each bucket into the
+    units.
+
+    A reduction consists of one or more exchanges, called hops.  When a unit has all its gradients, its reduction starts
+    with the first hop, and the reductions of earlier units go on to their next hops.  After the last bucket, the hook
+    waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.
-        wire: the transport, on the CPU.
+        wire: sends the messages; its mesh must be on the CPU.
         policy: a policy of stage 0, which may set ``gradients``, ``reduce``, ``chunks``, ``align`` and
             ``memory.max_padding``; all other fields must have the values of ``BASES["ddp"]`` in
             :mod:`impl.adapters.traffic`.
@@ -105,12 +108,14 @@ class InDDP(Joined):
         return take
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Copy the local gradients of one of DDP's buckets into the units, and start reductions.
+        """Copy this rank's gradients from one of DDP's buckets into the units, and start reductions.
 
         The reduction of a unit starts as soon as the unit has all its gradients.
 
         Returns a future, which is completed after the last bucket of the backward pass.  The value of the future is the
         bucket's buffer, which then holds the mean gradients.
+
+        Raises HostError: if the gradients are sparse.
         """
         if bucket.buffer().is_sparse:
             raise HostError(

@@ -1,7 +1,7 @@
 """Gathers FSDP2's weights (qwZ) and reduces its gradients (qgZ) with this project's collectives.
 
-FSDP2 accepts other collectives through ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  FSDP2's schedule,
-the optimizer and the training loop stay as they are::
+FSDP2 accepts replacements for its collectives through ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+FSDP2's schedule, the optimizer and the training loop stay as they are::
 
     for block in blocks:
         fully_shard(block, mesh=device_mesh)
@@ -25,19 +25,20 @@ reduce-scatter                  FSDP2's reduce-scatter     it records an event a
 ==============================  =========================  ==========================================================
 
 - All-gather with ``async_op=False``, and reduce-scatter: encoding, all hops (exchanges) and decoding are enqueued on
-  the current stream.  The call returns None.  It must not return a ``Work``, since that would change when FSDP2 frees
-  the gathered buffer.
+  the current stream.  The call returns None.  If it returned a ``Work``, FSDP2 would free the gathered buffer at
+  another time than with its own collectives.
 - All-gather with ``async_op=True``: encoding and the first hop are enqueued on the computation's stream, on which FSDP2
-  also copies this rank's shard to the gathered buffer.  The later hops and decoding are enqueued on a side stream of
-  the wire, so that they overlap with the computation.
+  also copies this rank's shard to the gathered buffer.  The later hops and decoding are enqueued on a side stream,
+  which belongs to the wire (the class that sends all messages).  Therefore they overlap with the computation.
 
-The encoded messages are in the wire's buffers.  Before a stream uses a buffer again, it waits until the last use has
-ended.  The gathered buffer and the mean gradient belong to FSDP2, which keeps them until the events in the table have
-passed.
+The encoded messages are in the wire's buffers.  Before a stream uses one of these buffers again, the stream waits until
+the buffer's last use has ended.  The gathered buffer and the mean gradient belong to FSDP2, which keeps them until the
+events in the table have passed.
 
-With gloo, and on GPUs with transport ``staged``, the CPU waits for messages and no stream does.  An all-gather then
-always returns a ``Work``, even if ``async_op`` is False.  FSDP2 calls ``wait()`` of this ``Work`` when it needs the
-weights; until then the CPU can do other work while the messages are under way.
+With gloo, the CPU waits for messages and no stream does.  The same holds on GPUs with transport ``staged``, by which
+messages go through host memory.  An all-gather then always returns a ``Work``, even if ``async_op`` is False.  FSDP2
+calls ``wait()`` of this ``Work`` when it needs the weights; until then the CPU can do other work while the messages are
+under way.
 """
 
 from __future__ import annotations
@@ -83,15 +84,17 @@ def fsdp2(
     with or without FSDP2's mixed precision, and whether or not weights stay gathered after forward.
 
     Args:
-        model: the root.  ``fully_shard`` must have sharded the root and its blocks over one dimension of a device mesh.
+        model: the root module.  ``fully_shard`` must have sharded the root and its blocks over one dimension of a
+            device mesh.
         policy: a policy, or the name of a preset.  It may set ``weights``, ``gradients``, ``gather``, ``reduce`` and
             ``chunks``; :class:`InFSDP2` says which values the other fields must have.
         mesh: a topology, or a mesh over the same ranks, that says which ranks share a node.  By default, torchrun's
             ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.
 
     Returns:
-        The adapter.  ``ledger`` counts the bytes that this rank sends, by purpose and link, and prints as a table.
-        ``predict()`` computes the same bytes from the policy, and ``clip_grad_norm_()`` clips gradients.
+        The adapter.  Its attribute ``ledger`` counts the bytes that this rank sends, by purpose and link, and prints as
+        a table.  Its method ``predict()`` computes the same bytes from the policy, and ``clip_grad_norm_()`` clips
+        gradients.
 
     Raises:
         HostError: in these cases:
@@ -124,19 +127,19 @@ class InFSDP2(Joined):
     """Gathers the weights and reduces the gradients of a model that ``fully_shard`` has sharded.
 
     All ranks must create an InFSDP2 before the first forward pass.  Gathered weights and mean gradients are the same as
-    with FSDP2's own collectives, except for the errors of the codecs.  With three or more ranks, sums may also be added
-    in another order.
+    with FSDP2's own collectives, except for the errors of the codecs.  With three or more ranks, the gradients may also
+    be summed in another order than by FSDP2.
 
     Args:
-        model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
-        wire: the transport, on the model's device.
+        model: the root module, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
+        wire: sends the messages; its mesh must be on the model's device.
         policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``.  It may set
             ``align`` and ``memory.max_padding`` too, but they change nothing here.  All other fields must have the
             values of ``BASES["fsdp2"]`` in :mod:`impl.adapters.traffic`.
 
     Raises:
-        HostError: if the model is not sharded as a whole over all ranks in one dimension, or is on another device
-            than the wire.  The first pass raises it if several modules share one parameter group.
+        HostError: if the model is not sharded as a whole over all ranks in one dimension, or is on another device than
+            the wire.  The first pass raises this error too, if several modules share one parameter group.
         PolicyError: if FSDP2 cannot carry out the policy.
     """
 
@@ -163,15 +166,17 @@ class InFSDP2(Joined):
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of the bytes and messages that this rank has sent for the model; it prints as a table."""
+        """The bytes and messages that this rank has sent for the model; the ledger prints as a table."""
         return self.wire.ledger
 
     def predict(self, events: Iterable[Event], *, kept: Collection[str] = (ROOT,)) -> dict[LedgerKey, Sent]:
-        """Predict the bytes and messages that this rank sends, by phase, purpose, unit, hop and link.
+        """Predict how many bytes and messages this rank sends, without sending them.
 
         ``events`` are the passes and steps in their order, such as ``["forward", "backward", "step"]``.  ``kept`` are
         the names of the parameter groups that FSDP2 keeps gathered from forward to backward
-        (``reshard_after_forward=False``).  The keys of the result are those of the ledger.  See :func:`predict_hosted`.
+        (``reshard_after_forward=False``).  See :func:`predict_hosted`.
+
+        The keys of the result are those of the ledger: phase, purpose, unit (here a parameter group), hop and link.
         """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted("fsdp2", *layout, rank=self.wire.mesh.rank, events=events, kept=kept)
@@ -228,7 +233,7 @@ class InFSDP2(Joined):
 
         Args:
             group: the parameter group.
-            verb: ``gathers`` or ``reduces``, which of FSDP2's collectives is called.
+            verb: the collective: ``gathers`` for an all-gather, ``reduces`` for a reduce-scatter.
             numel: the number of elements of one rank's part; checked for ``gathers`` only.
             dtype: the type of the elements.
             ranks: the number of ranks over which FSDP2 calls the collective.
@@ -256,7 +261,8 @@ def _not_sharded(model: nn.Module) -> HostError:
 class _Pending(dist.Work):
     """The ``Work`` of an all-gather that is under way.
 
-    FSDP2 waits for the all-gather by calling ``wait()``.  The first call finishes the all-gather with ``finish``.
+    FSDP2 waits for the all-gather by calling ``wait()``.  The first call of ``wait()`` finishes the all-gather by
+    calling ``finish``.
     """
 
     def __init__(self, finish: Callable[[], object]) -> None:
@@ -275,19 +281,25 @@ class _Pending(dist.Work):
 
 
 class _OfGroup(DefaultAllocMixin):
-    """Base class of the all-gather and reduce-scatter of one parameter group; torch's mixin allocates their buffers."""
+    """Base class of the collectives that FSDP2 calls for one parameter group.
+
+    These collectives allocate their buffers as torch does, by torch's class ``DefaultAllocMixin``.
+    """
 
     def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
         self._joined, self._group = joined, group
 
 
 class _Gather(_OfGroup, AllGather):
-    """FSDP2's all-gather of one parameter group; see [Note: streams of FSDP2]."""
+    """The all-gather that FSDP2 calls for one parameter group; see [Note: streams of FSDP2]."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output.
+        """Gather the ``input_tensor`` (S,) of every rank to ``output_tensor`` (world * S,).
+
+        ``input_tensor`` is this rank's shard of S elements, and may be a view of a part of ``output_tensor``.  Only the
+        size of ``group`` is used, to check it: messages go over the adapter's wire.
 
         Returns:
             None if ``async_op`` is False and a stream of the GPU waits for messages (NCCL).  Otherwise a ``Work``;
@@ -307,7 +319,10 @@ class _Gather(_OfGroup, AllGather):
         return _Pending(partial(wire.join, arrival))
 
     def _started(self, output_tensor: Tensor, input_tensor: Tensor) -> Gathering:
-        """Encode this rank's shard ``input_tensor``, post the first hop (exchange), and return the all-gather."""
+        """Start an all-gather of every rank's shard ``input_tensor`` to ``output_tensor``, and return it.
+
+        This encodes the rank's shard and posts the first hop, which is the first exchange of the all-gather.
+        """
         wire, policy = self._joined.wire, self._joined.policy
         tag = Tag(self._joined.phase, "weights", self._group.name)
         hops = gather_hops(policy, wire.mesh.topology, input_tensor.numel())
@@ -315,7 +330,7 @@ class _Gather(_OfGroup, AllGather):
 
 
 class _Scatter(_OfGroup, ReduceScatter):
-    """FSDP2's reduce-scatter of one parameter group; FSDP2 always calls it synchronously."""
+    """The reduce-scatter that FSDP2 calls for one parameter group, always with ``async_op=False``."""
 
     def __call__(
         self,
@@ -325,9 +340,11 @@ class _Scatter(_OfGroup, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write this rank's part of the reduced ``input_tensor`` (world * S,) to ``output_tensor`` (S,).
+        """Reduce ``input_tensor`` (world * S,) over all ranks, and write this rank's part to ``output_tensor`` (S,).
 
-        ``op`` says whether the sum or the mean over all ranks is taken.
+        ``op`` says whether the result is the sum or the mean over all ranks.  Of ``group`` only the size is used.
+
+        Raises HostError: for any other ``op``, or if FSDP2 calls this in a way that the adapter does not support.
         """
         joined, name = self._joined, self._group.name
         joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())

@@ -1,4 +1,4 @@
-"""Holds what the adapters of FSDP2 and DDP share.
+"""Defines the base class and the functions that the adapters of FSDP2 and DDP share.
 
 In this folder, a *host* is FSDP2 or DDP: it keeps its own engine and training loop but uses this project's collectives.
 The ledger counts the messages of these collectives.  It does not count what the host sends by itself.  For example, DDP
@@ -29,7 +29,10 @@ from impl.policy.topology import Topology
 
 
 class Joined:
-    """The common part of the adapters of FSDP2 and DDP, which send all their messages over ``wire``."""
+    """Base class of the adapters, which run this project's collectives inside FSDP2 or DDP.
+
+    An adapter sends all its messages over ``wire``, in the way that ``policy`` sets.  ``host`` is ``fsdp2`` or ``ddp``.
+    """
 
     units: Sequence[GroupGeometry | UnitGeometry]  # each holds the parameters that one message carries
 
@@ -57,20 +60,22 @@ class Joined:
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """Predicts the bytes and messages that this rank sends, by phase, purpose, unit, hop and link.
+        """Predicts how many bytes and messages this rank sends, without sending them.
 
         ``events`` are the passes and steps in their order, such as ``["forward", "backward", "step"]``; see
-        :func:`predict_hosted`.  The keys of the result are those of the ledger.
+        :func:`predict_hosted`.  The keys of the result are those of the wire's ledger: phase, purpose, unit, hop and
+        link.
         """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the names of the collectives, transports and kernels that the adapter uses, as a dict for a record.
+        """Returns the names of the collectives, transports and kernels that the adapter uses.
 
-        The keys are ``host`` (``fsdp2`` or ``ddp``), ``gather``, ``reduce``, ``transports`` (for each axis of ranks)
-        and ``kernels`` (name of the backend).  If no compiled kernels can be used, ``kernels_warning`` says why.  All
-        values can be written as JSON.
+        The keys are ``host`` (``fsdp2`` or ``ddp``), ``gather`` and ``reduce`` (the policy's fields; inside DDP,
+        ``gather`` is ``none``), ``transports`` (for each axis of ranks, what carries its messages) and ``kernels``
+        (name of the backend).  If no compiled kernels can be used, ``kernels_warning`` says why.  All values can be
+        written as JSON, since they are stored in the record of a measurement.
         """
         device = self.wire.mesh.device
         warning = ops.warning_of(device)
@@ -87,7 +92,7 @@ class Joined:
         """Returns a new reduction, which is not started yet, for the gradients of the unit ``name``.
 
         The gradients have ``world * piece`` elements, where ``world`` is the number of ranks.  Inside FSDP2, each rank
-        receives ``piece`` elements of their mean.  Inside DDP, each rank receives the whole mean.
+        receives ``piece`` elements of the mean gradients.  Inside DDP, each rank receives the whole mean.
         """
         tag, grain = Tag("backward", "gradients", name), common_grain(*self.policy.gradients)
         return reduction_of(self.policy, self.wire, tag, piece, grain)
@@ -100,7 +105,7 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
     blocks: then the parameters of the inner block belong to the inner block's group.  The root's group holds the
     parameters outside all blocks.  Groups without parameters are left out.
 
-    ``model`` may be sharded already or not yet.
+    ``model`` may be sharded already or not yet.  ``topology`` gives the number of ranks.
 
     Raises HostError: for a parameter without dimensions, which FSDP2 cannot shard.
     """
@@ -128,11 +133,11 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns the parts of ``model`` whose weights or gradients are sent together inside FSDP2 or DDP.
+    """Returns the groups of parameters of ``model`` that are sent together inside FSDP2 or DDP.
 
-    If ``host`` is ``fsdp2``, these parts are FSDP2's parameter groups, one for each block of the model and one for the
-    rest.  If ``host`` is ``ddp``, they are the units (groups of parameters) that the policy lays out.  The model must
-    not be wrapped by FSDP2 or DDP yet, and may be on the meta device.
+    If ``host`` is ``fsdp2``, the result has FSDP2's parameter groups: one for each block of the model, and one for the
+    parameters outside all blocks.  If ``host`` is ``ddp``, the result has this project's units, laid out for
+    ``policy``.  The model must not be wrapped by FSDP2 or DDP yet, and may be on the meta device.
 
     Raises PolicyError, HostError, GeometryError: for the same reasons as the adapters ``InFSDP2`` and ``InDDP``.
     """

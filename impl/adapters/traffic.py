@@ -1,9 +1,9 @@
-"""Predicts the bytes that FSDP2 and DDP send through this project's collectives, without running them.
+"""Predicts how many bytes FSDP2 and DDP send through this project's collectives, without sending anything.
 
 The bytes follow from the policy, the topology and the sizes of the parameters.  FSDP2 gathers weights and reduces
 gradients one parameter group at a time, with each parameter cut along its first dimension.  DDP reduces gradients,
-which are laid out as for a policy of stage 0 (nothing is sharded).  Tests check that the bytes which the adapters count
-while they run equal these predictions.  This module does not import torch.
+which are laid out as for a policy of stage 0 (nothing is sharded).  Tests check that these predictions equal the bytes
+that the adapters count while they run.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WHY: Final = {
 def carries(host: Host, name: str) -> bool:
     """Returns whether a policy that runs inside ``host`` (FSDP2 or DDP) may set the field ``name``.
 
-    The other fields must keep the values of the host's policy in :data:`BASES`.
+    All other fields must keep the values that they have in ``BASES[host]``.
 
     ``name`` is the last part of the field's path: ``max_padding`` for ``memory.max_padding``.
     """
@@ -137,7 +137,7 @@ class GroupGeometry:
 
     @property
     def piece(self) -> int:
-        """Number of elements of the mean gradient that one rank receives in a reduction, padding included."""
+        """Number of elements of the mean gradients that one rank receives in a reduction, padding included."""
         pairs = zip(self.parameters, self.trained, strict=True)
         return sum(self.part(parameter) for parameter, trained in pairs if trained)
 

@@ -1,1 +1,1 @@
-"""Saves and loads checkpoints, exports them as one state dict, and defines their files."""
+"""Saves and loads checkpoints, exports a checkpoint as one state dict, and defines the files of checkpoints."""

@@ -33,7 +33,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def named(folder: Path) -> list[Path]:
-    """Returns the folders in ``folder`` that have a checkpoint's name, complete or not, oldest first."""
+    """Returns all checkpoints in ``folder``, complete or not, oldest first.
+
+    A path counts as a checkpoint if its name has the form ``checkpoint-NNNNNN``.
+    """
     inside = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in inside if _NAME.fullmatch(path.name)), key=_number)
 
@@ -67,7 +70,7 @@ def resolve(folder: Path) -> Path:
 def begin(folder: Path) -> Path:
     """Create a folder with a temporary name in ``folder``, for the files of the next checkpoint, and return its path.
 
-    What interrupted saves and removals have left in ``folder`` is removed first.
+    Before that, remove the folders that interrupted saves and removals have left in ``folder``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -80,7 +83,7 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Write a checkpoint's manifest, and complete the checkpoint by renaming its folder.
+    """Complete a checkpoint: write its manifest (the file that lists its contents), and rename its folder.
 
     ``partial`` is the folder with a temporary name that :func:`begin` returned.  It must contain all other files of the
     checkpoint already, synced to disk.  ``manifest`` is the text of the manifest's file.
@@ -117,11 +120,11 @@ def sync(path: Path) -> None:
 
 
 def thin(folder: Path, keep: int) -> None:
-    """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
+    """Remove all complete checkpoints in ``folder`` except the ``keep`` newest; ``keep`` is at least 1.
 
     Each checkpoint is renamed to a temporary name before its files are removed, so that an interrupted removal leaves
-    no incomplete checkpoint.  If it cannot be renamed, a warning is logged, and the checkpoint stays.  If the renamed
-    folder cannot be removed, a warning is logged, and the next :func:`begin` tries again.
+    no incomplete checkpoint.  If a checkpoint cannot be renamed, a warning is logged, and the checkpoint stays.  If the
+    renamed folder cannot be removed, a warning is logged, and the next :func:`begin` tries again.
     """
     for path in checkpoints(folder)[:-keep]:
         try:
@@ -138,7 +141,9 @@ def thin(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the folder ``path``, which has a temporary name and holds a checkpoint that is incomplete or not wanted.
+    """Remove the folder ``path`` of a checkpoint that is incomplete or no longer wanted.
+
+    The folder must have its temporary name, so that an interrupted removal leaves no incomplete checkpoint.
 
     If ``path`` is a link, only the link is removed.  If ``path`` cannot be removed, a warning is logged.
     """

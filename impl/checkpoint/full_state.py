@@ -52,8 +52,8 @@ def export(
         A tuple of at most three warnings, each a line of text; empty if no value was lost and all values are finite.
         The first is about finite values beyond the type's range, the second about values that became 0, and the third
         about values that were infinite or NaN before the cast.  A warning is left out if no parameter has such values.
-        It names up to four parameters, each with the number of these values, and says how many more parameters have
-        them.
+        Each warning names up to four parameters, each with the number of these values, and says how many more
+        parameters have such values.
 
     Raises:
         CheckpointError: if ``path`` exists, if ``dtype`` is another type, if a file cannot be read or written, or if
@@ -89,9 +89,9 @@ def export(
 
 
 def _entries(folder: Path | str, narrowing: Narrowing | None = None) -> Iterator[tuple[str, Any]]:
-    """Verify all files of a checkpoint, then yield (name, value) for each entry of the unsharded state dict.
+    """Verify all files of a checkpoint, then yield (name, value) for each entry of the model's state dict.
 
-    ``narrowing`` casts the parameters; without it they are fp32.
+    Values are unsharded.  ``narrowing`` casts the parameters to another type; if it is None, they stay fp32.
     """
     path = resolve(Path(folder))
     manifest = read_manifest(path)

@@ -1,4 +1,6 @@
-"""Reads, writes and verifies a checkpoint's manifest, which docs/guide/checkpoints.md describes.
+"""Reads and verifies a checkpoint's manifest, the file that says what was saved and in which files.
+
+docs/guide/checkpoints.md describes the manifest.
 
 This module does not import torch.
 """
@@ -60,7 +62,8 @@ class Manifest:
     def verify(self, path: Path, numbers: Collection[int]) -> None:
         """Check the sizes of all ranks' files in the folder ``path``, and hash some of the files.
 
-        ``numbers`` are the ranks whose files are hashed, to compare their SHA-256 with the manifest's.
+        ``numbers`` are the ranks whose files are hashed.  The SHA-256 of these files must equal the manifest's.  Each
+        rank may pass other numbers, so that ranks share the work.
 
         Raises CheckpointError: if a file is missing or was altered.  The message names the first such file.
         """
@@ -126,7 +129,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a manifest's ``content``, as a part of an error; None if nothing is wrong.
+    """Return what is wrong with a manifest's ``content``, as text for an error; None if nothing is wrong.
 
     There are three kinds of faults: a key is missing or unknown; a value has another form than
     docs/guide/checkpoints.md describes; or the parameters have more elements than the files have bytes.

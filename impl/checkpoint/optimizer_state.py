@@ -26,9 +26,9 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """Which parameters one master holds, and which parts of them this rank saves.
+    """Lists the parameters in one master, and the parts of these parameters that this rank saves.
 
-    A master is an fp32 tensor that an optimizer steps.
+    A master is an fp32 tensor that an optimizer steps: a part of the rank's shard.
     """
 
     names: list[str]  # the parameters with elements in this master on any rank
@@ -37,7 +37,9 @@ class MasterRanges(NamedTuple):
 
 
 class SavedMasters:
-    """Saves and loads the states of the optimizers that step one engine's masters, on one rank.
+    """Saves and loads the states of one engine's optimizers, on one rank.
+
+    The optimizers step the engine's masters: fp32 tensors, each of which is a part of the rank's shard of a unit.
 
     Args:
         units: the engine's units.
@@ -106,9 +108,11 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each optimizer state of each part of a parameter that this rank saves.
+        """Yield (name, values (n,)) for the optimizer states that this rank saves.
 
-        Only states with one value for each element of a master, such as Adam's ``exp_avg``, are yielded.
+        A master (an fp32 tensor that an optimizer steps) may hold parts of several parameters.  There is one pair for
+        each part, and for each state with one value for each element of the master, such as Adam's ``exp_avg``.  Names
+        have the form of :meth:`Range.key`.
         """
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
@@ -121,7 +125,7 @@ class SavedMasters:
 
         The number of optimizers, their classes and their parameters must be the same as in ``saved``.  If parameters
         share an optimizer group here, their saved options must be equal.  If parameters share a master, their saved
-        numbers, such as Adam's ``step``, must be equal.  Nothing is changed.
+        numbers, such as Adam's ``step``, must be equal.  The optimizers are not changed.
         """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
@@ -142,12 +146,12 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the options or numbers that were saved for the parameters of ``masters``, equal for all of them.
+        """Returns the options, or the numbers, with which all parameters of ``masters`` were saved.
 
         Args:
             parameters: a part of the manifest: for the name of each parameter, a dict with its options and numbers.
             masters: the masters of one optimizer group, or one master.
-            key: ``options`` or ``numbers``, which of the two is returned.
+            key: ``options`` for options such as the learning rate, ``numbers`` for numbers such as Adam's ``step``.
 
         Returns:
             The value, converted from JSON's types.  None if the masters hold no parameters.

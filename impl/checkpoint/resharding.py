@@ -30,7 +30,10 @@ from impl.policy.shard_layout import UnitGeometry
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a flattened parameter, and the slice of a shard or master that holds them."""
+    """Elements [start, end) of a flattened parameter, and the slice of a shard or master that holds them.
+
+    A master is the part of a shard that an optimizer steps, in fp32.
+    """
 
     name: str  # of the parameter
     start: int
@@ -137,7 +140,7 @@ class Parts:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
-        """Copy saved values to ``whole`` (n,), a shard or a master, and return ``whole``.
+        """Copy saved values to ``whole`` (n,), a shard or a part of a shard, and return ``whole``.
 
         ``kind`` says which values: for example ``weight`` or ``optimizer0.exp_avg``.  ``wanted`` are the ranges to
         copy, and their places in ``whole``.

@@ -1,8 +1,8 @@
-"""Saves checkpoints of all ranks, which any number of ranks can load, with any policy.
+"""Saves and loads checkpoints: any number of ranks, with any policy, can load what other ranks have saved.
 
 Each rank writes one file, with the parts of parameters that are in its shards.  Rank 0 adds the manifest, which
 describes the files.  Then one rename of the folder completes the checkpoint.  If a step of saving or loading fails on
-one rank, it fails on all (:func:`together`).  docs/guide/checkpoints.md states the guarantees.
+one rank, all ranks raise the error (:func:`together`).  docs/guide/checkpoints.md states the guarantees.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ def together(
 ) -> tuple[_T, list[Any]]:
     """Run ``attempt`` on every rank, and raise on all ranks if it fails on any; all ranks must call this.
 
+    If a rank raised its error alone, the other ranks would wait for this rank in the next exchange.
+
     Args:
         wire: the transport between the ranks.
-        attempt: returns a result and a short report in JSON's types.
+        attempt: a function that returns a result of any type, and a short report in JSON's types.
         unlike: None if the reports of two ranks may differ.  Otherwise all reports must be equal, and ``unlike`` is the
             error's text: with ``"has another model"``, the error begins with ``rank 3 has another model`` if rank 3 is
             the first rank whose report differs.
@@ -190,7 +192,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns a dict from the name to the text of each setting on which the communication state depends.
+    """Returns the settings on which the communication state depends, as a dict from names to texts.
 
     The communication state is what messages depend on in addition to weights and gradients, such as the errors of error
     feedback.  If any of these settings differs between a run and a checkpoint, :func:`load` drops the checkpoint's
@@ -256,7 +258,7 @@ def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """Returns the manifest's description of each entry of the model's state dict, by the entry's name.
+    """Returns a dict that describes the model's state dict, as the manifest stores it: a description for each name.
 
     A parameter is described by its name and shape, and a buffer by its type and shape.  For a module's extra state, the
     description contains the state itself, not yet converted to JSON's types.
@@ -313,6 +315,9 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
         optimizers: optimizers of the same classes and parameters as those that were saved, in the same order.  Without
             optimizers, the saved optimizer states are dropped.
 
+    Returns:
+        The saved ``extra``, the number of optimizer steps before the checkpoint, and the dropped parts.
+
     Raises:
         CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete or altered, or has
             another version, another model or other optimizers.  The model and the optimizers are then unchanged.  If
@@ -363,9 +368,10 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
 
 
 def check_model(zero: Zero, manifest: Manifest) -> None:
-    """Raise CheckpointError if the engine's model differs from the model of the checkpoint with this manifest.
+    """Raise CheckpointError if the engine's model differs from the model that ``manifest`` describes.
 
-    Both state dicts must have entries of the same names and shapes, and their buffers must have the same types.
+    The state dicts of the two models must have the same names.  Parameters and buffers must have the same shapes, and
+    buffers also the same types.  Extra states of modules may differ.
     """
     entries, saved = _entries(zero), manifest.state
     check_names(entries, saved, "entries of the state dict")

@@ -61,7 +61,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """Computes the size of a frame, which is one encoded row of elements; the base class of all codecs.
+    """Base class of all codecs: computes the size of a frame, which is one encoded row of elements.
 
     The methods of this class describe a frame without scales, as casts have it.  :class:`_Scaled`, the base class of
     codecs with scales, overrides the methods that return something about scales.
@@ -115,7 +115,7 @@ class Raw(_Framed):
 
     @property
     def bits(self) -> int:  # type: ignore[override]  # frozen: never written
-        """Bits per element on the wire."""
+        """The number of bits that an encoded element takes."""
         return 8 * ITEM_BYTES[self.dtype]
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
@@ -138,7 +138,8 @@ class _Scaled(_Framed):
     def steps(self) -> float:
         """The number by which a block's range is divided to get the block's scale.
 
-        The range is the block's largest magnitude or, for codecs with offsets, its maximum minus its minimum.
+        A block is a group of elements that share a scale.  Its range is the largest magnitude of its elements or, for
+        codecs with offsets, their maximum minus their minimum.
         """
         return self.largest + self.clipped
 
@@ -164,7 +165,7 @@ class _Scaled(_Framed):
     def block_size(self, numel: int) -> int:
         """Returns how many elements share a scale in a row of ``numel`` elements.
 
-        This is the codec's block, or ``numel`` if the row is shorter than a block or the block is ``shard``.
+        This is the codec's block size, or ``numel`` if the row is shorter than a block or the block is ``shard``.
         """
         return numel if self.block == "shard" else min(self.block, numel)
 
@@ -221,10 +222,14 @@ class _Scaled(_Framed):
 class IntCodec(_Scaled):
     """Quantises blocks of elements to integers of 2 to 8 bits, with an fp32 scale for each block.
 
-    Codes without an offset have the scale ``absmax / largest code``, where absmax is the block's largest magnitude.
-    With this scale, decoded values get the same codes when they are quantised again, unless the codec rotates or rounds
-    stochastically.  If ``clipped`` is True, the scale is DeepSpeed's ``2 absmax / 2^bits``: steps are smaller, but
-    values near ``+absmax`` are cut off at the largest code.
+    The scale is the distance between the values of neighbouring codes.  It has three forms:
+
+    - By default it is ``absmax / largest code``, where absmax is the block's largest magnitude.  If decoded values are
+      quantised again, they get the same codes, unless the codec rotates or rounds stochastically.
+    - If ``clipped`` is True, it is ``2 absmax / 2^bits``, as in DeepSpeed.  This is smaller than the default, but
+      values near ``+absmax`` are cut off at the largest code.
+    - If ``asymmetric`` is True, it is ``(maximum - minimum) / largest code``.  Each block then also stores its minimum,
+      the offset.
 
     Raises CodecError: in these cases:
 
@@ -263,9 +268,9 @@ class IntCodec(_Scaled):
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Returns an upper bound of |decoded - x| for every element x of a block of finite elements.
 
-        If the codec does not rotate, the elements must be in [low, high].  If it rotates, their values after the
-        rotation must be in [low, high]; decoding undoes the rotation, so the bound is for elements without rotation.
-        ``out`` is the type to which elements are decoded.
+        If the codec does not rotate, the elements x must be in [low, high].  If the codec rotates, the rotated elements
+        must be in [low, high].  Decoding undoes the rotation, so the bound holds for the elements x before the
+        rotation.  ``out`` is the type to which elements are decoded.
         """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
@@ -278,11 +283,11 @@ class IntCodec(_Scaled):
 class FloatCodec(_Scaled):
     """Quantises blocks of elements to floats of 8 or 4 bits, with a scale for each block.
 
-    No code stands for infinity.  An E8M0 scale is rounded up to a power of two, so that no element exceeds the largest
-    float.
+    No code stands for infinity.  An E8M0 scale is the exponent of a power of two.  The exponent is rounded up, so that
+    no element divided by its scale exceeds the largest float.
 
-    Raises CodecError: if no known format has this element type and this scale, if an MX block does not have 32
-    elements, or if a block or a rotation has an impossible size.
+    Raises CodecError: if no known format combines ``element`` with ``scale``, if an MX block does not have 32 elements,
+    or if a block or a rotation has an impossible size.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
@@ -321,9 +326,9 @@ class FloatCodec(_Scaled):
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Returns an upper bound of |decoded - x| for every element x of a block of finite elements.
 
-        If the codec does not rotate, the elements must be in [low, high].  If it rotates, their values after the
-        rotation must be in [low, high]; decoding undoes the rotation, so the bound is for elements without rotation.
-        ``out`` is the type to which elements are decoded.
+        If the codec does not rotate, the elements x must be in [low, high].  If the codec rotates, the rotated elements
+        must be in [low, high].  Decoding undoes the rotation, so the bound holds for the elements x before the
+        rotation.  ``out`` is the type to which elements are decoded.
         """
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
@@ -371,9 +376,9 @@ class OwnCodec(_Framed):
     """A codec whose methods belong to an object: a user's codec, a published format, or one of :data:`LOSSLESS`.
 
     A frame has the bytes that the codec's object writes, padded with zeros to a multiple of 16 bytes.  ``name`` is
-    ``module:object``, or the name of a format such as ``nf4``.  The object is imported on first use, so that a record
-    which names the codec can be read on a machine without the module.  If ``instance`` is given, nothing is imported,
-    and ``name`` is only a label.
+    ``module:object``, or the name of a format such as ``nf4``.  The object is imported on first use, so that the record
+    of a measurement which names the codec can be read on a machine without the module.  If ``instance`` is given,
+    nothing is imported, and ``name`` is only a label.
     """
 
     name: str
@@ -407,11 +412,11 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes can be read here.
+        """Whether the codec's attributes can be read without an import that is forbidden.
 
         To read the attributes of a user's codec, the user's module must be imported.  Inside the context
-        :func:`impl.named_object.forbidden` this import is forbidden, and the value is False.  It is True if the import
-        is allowed, or if no import of a user's module is needed.
+        :func:`impl.named_object.forbidden` this import is forbidden, and the value is False.  The value is True if the
+        import is allowed, or if no import of a user's module is needed.
         """
         return self.instance is not None or self.name in _OURS or named_object.allowed()
 
@@ -467,7 +472,7 @@ class OwnCodec(_Framed):
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the codec's own upper bound of |decoded - x| for elements x of a block with values in [low, high].
+        """Returns the upper bound of |decoded - x| that the codec promises for a block with values x in [low, high].
 
         ``out`` is the type to which elements are decoded.  Returns infinity if the codec promises no bound.
         """
@@ -496,7 +501,7 @@ Codec = BuiltIn | OwnCodec
 
 
 def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
-    """Returns whether the CPU and CUDA backends have kernels of their own for ``codec``.
+    """Returns whether the CPU and CUDA backends have kernels that encode with ``codec``.
 
     They have kernels for codecs with scales and for published formats.  They have none for casts, users' codecs and
     lossless codecs.
@@ -558,7 +563,7 @@ def parse(text: str) -> Codec:
 
 
 def built_in(text: str) -> BuiltIn:
-    """Return the built-in codec that ``text`` names.
+    """Return the built-in codec (a cast, integers or small floats) that ``text`` names.
 
     Raises CodecError: if the text names no codec, or a user's codec, a published format or a lossless codec.
     """
@@ -573,6 +578,7 @@ def built_in(text: str) -> BuiltIn:
 def common_grain(*codecs: Codec) -> int:
     """Returns the least common multiple of 32 and the grains of ``codecs``.
 
-    If the number of elements of a shard is a multiple of the result, each of the codecs can encode the shard.
+    A codec can encode a shard only if the number of the shard's elements is a multiple of the codec's grain.  If this
+    number is a multiple of the result, each of ``codecs`` can encode the shard.
     """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

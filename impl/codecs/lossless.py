@@ -41,7 +41,7 @@ Planes = NDArray[np.uint8]  # (bytes of an element, S)
 
 
 class _Lossless:
-    """Encodes rows without loss; subclasses choose the coder, and whether elements are cast to bf16 before."""
+    """Base class of the lossless codecs: a subclass chooses the coder, and may cast elements to bf16 first."""
 
     device = "cpu"
     laws: ClassVar = ["bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite"]
@@ -91,7 +91,11 @@ class _Lossless:
         return HEADER + sum(_sizes(frame.contiguous().numpy()))
 
     def _smaller(self, plane: NDArray[np.uint8]) -> bytes:
-        """Returns the bytes of a plane (S,) uint8, compressed if that makes them fewer, otherwise as they are."""
+        """Returns the bytes of a plane (S,) uint8, compressed if that makes them fewer, otherwise as they are.
+
+        A plane has one byte of every element.  A plane whose bytes are almost random is not compressed, which saves
+        time.
+        """
         plain = plane.tobytes()
         compressed = self._compress(plain) if _entropy(plane) < _RANDOM else plain
         return compressed if len(compressed) < len(plain) else plain
@@ -174,7 +178,10 @@ def _within(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _sizes(frame: NDArray[np.uint8]) -> list[int]:
-    """Returns how many bytes each of four planes takes in a frame; 0 for planes that the element type does not have."""
+    """Returns how many bytes each of four planes takes in a frame; 0 for planes that the element type does not have.
+
+    A plane has one byte of every element (:func:`_cut`).
+    """
     return [int(size) for size in np.frombuffer(frame[8:HEADER].tobytes(), "<i8")]
 
 
@@ -206,7 +213,7 @@ _WORDS: Final = {2: torch.int16, 4: torch.int32}
 
 
 def _entropy(plane: NDArray[np.uint8]) -> float:
-    """Return the entropy of a plane's bytes, 0 to 8 bits per byte."""
+    """Return the entropy of the bytes of a ``plane`` (S,) uint8, which is from 0 to 8 bits per byte."""
     counts = np.bincount(plane, minlength=256)
     shares = counts[counts > 0] / max(1, len(plane))
     return float(-(shares * np.log2(shares)).sum())

@@ -24,8 +24,9 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
 
     The returned function is called with two tensors, source and target, whose leading dimensions are equal, and
     optionally with a noise (random bits).  For every row it calls ``function(source row, target row)``.  If
-    ``stochastic`` is True and there is a noise, it passes the random bits of the row as a third argument.  It raises
-    CodecError if ``function`` changes the shape of a row.
+    ``stochastic`` is True and there is a noise, it passes the random bits of the row as a third argument.
+
+    The returned function raises CodecError if ``function`` changes the shape of a row.
     """
 
     def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
@@ -47,7 +48,11 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
 
 
 def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
-    """Encode ``x`` (..., S) with a user's codec to ``frames`` (..., F) uint8; padding bytes are set to 0."""
+    """Encode ``x`` (..., S) with a user's codec to ``frames`` (..., F) uint8; padding bytes are set to 0.
+
+    Each row of S elements becomes a frame of F bytes.  ``noise`` has the random bits for a codec that rounds
+    stochastically; other codecs ignore it.
+    """
     frame = frames[..., : codec.own_bytes(x.shape[-1])]  # the user's codec does not see the padding
     frames[..., frame.shape[-1] :] = 0
     source = _cast(codec, x).clone(memory_format=torch.contiguous_format)
@@ -70,8 +75,9 @@ def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Decode ``frames`` (sources, ..., F) uint8 with a user's codec, and write their sum to ``out`` (..., S) fp32.
 
-    If the codec's object has a method ``decode_sum``, this method decodes and adds up the sources of each row.
-    Otherwise the sources are added in ascending order.
+    A row of ``out`` is the sum of one frame from each source (a rank that has sent frames).  If the codec's object has
+    a method ``decode_sum``, this method decodes and adds up the frames of each row.  Otherwise the decoded frames are
+    added in ascending order of their sources.
     """
     if (function := codec.definition.decode_sum) is not None:
         sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -104,7 +110,7 @@ def used_bytes(codec: Codec, frames: Tensor) -> int:
 def decoded_sha256(codec: OwnCodec) -> str:
     """Encodes and decodes a fixed row of numbers, and returns the SHA-256 of the decoded row in hexadecimal digits.
 
-    Callers compare the hashes of all ranks, since all ranks must decode the same weights.
+    Callers compare the hashes of all ranks, since all ranks must decode the same bytes to the same weights.
     """
     numel = codec.grain * -(-256 // codec.grain)
     x = torch.linspace(-3, 3, numel, device=codec.definition.tried_on)  # (S,)

@@ -56,7 +56,7 @@ class _Format:
         return sum(self._parts(numel))
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
-        """Encode ``x`` (S,) fp32 to ``frame`` (F,) uint8; a short last block is filled up with its last element."""
+        """Encode ``x`` (S,) fp32 to ``frame`` (F,) uint8; a short last block is filled up with the last element."""
         numel = x.numel()
         values = torch.cat([x, x[-1:].expand(-numel % self.size)]).view(-1, self.size)
         codes, *others = self._codes(values)
@@ -129,8 +129,9 @@ class _Table(_Format):
     def nearest(self, quotients: Tensor) -> Tensor:
         """Returns the codes (n, size) uint8 of the table's entries that are nearest to ``quotients`` (n, size).
 
-        A code is the index of an entry in the table.  If two entries are equally near, the code is chosen that differs
-        from the code of 0.0 by an even number.  For example, if 0.0 has code 7, code 9 is chosen rather than code 8.
+        A quotient is an element divided by its block's scale.  A code is the index of an entry in the table.  If two
+        entries are equally near, the code is chosen that differs from the code of 0.0 by an even number.  For example,
+        if 0.0 has code 7, code 9 is chosen rather than code 8.
         """
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
@@ -166,7 +167,10 @@ class _Table(_Format):
         return self.entries(codes) * self._scale(beside)
 
     def _scale(self, beside: Tensor) -> Tensor:
-        """Returns the scale (n, 1) fp32 of each block; it is NaN if a value of the block is not finite."""
+        """Returns the scale (n, 1) fp32 of each block; it is NaN if a value of the block is not finite.
+
+        ``beside`` (n, beside) uint8 has the stored scales.
+        """
         return of_e8m0(beside) if self.beside == 1 else _as(beside, torch.float32)
 
 
@@ -188,9 +192,9 @@ class NF4(_Table):
 
 
 class _Microscaled(_Table):
-    """Base class of formats with small floats, and with one power of two as the scale of each block of 32.
+    """Base class of formats whose elements are small floats, and whose scale is a power of two for each block of 32.
 
-    The scale is rounded up, so that no element exceeds the largest float.
+    The scale is rounded up, so that no element divided by its scale exceeds the largest float.
     """
 
     size, beside = 32, 1
@@ -212,7 +216,8 @@ class MXFP6E3M2(_Microscaled):
 class NVFP4(_Table):
     """NVIDIA's NVFP4: E2M1 elements, an E4M3 scale for each block of 16, and an fp32 scale for the shard.
 
-    A block's scale is rounded to nearest, so the block's largest elements may saturate.
+    A block's scale is rounded to nearest.  If it is rounded down, the block's largest elements are cut off at the
+    largest E2M1 number.
     """
 
     bits, size, beside, whole = 4, 16, 1, 4
@@ -251,9 +256,9 @@ def _bf16(values: Tensor) -> Tensor:
 class _Spikes(_Format):
     """Spike reserving (2508.03760): keeps a block's two spikes, its smallest and its largest element, in bf16.
 
-    The rest of the block is quantised in equal steps from its own smallest to its own largest element: code k stands
-    for ``smallest + k * step``.  A block has 10 extra bytes: two bytes with the indices of the spikes in the block, and
-    four numbers in bf16, which are the two spikes, ``smallest`` and ``step``.
+    The remaining elements are quantised in equal steps, from the smallest to the largest of the remaining elements:
+    code k stands for ``smallest + k * step``.  A block has 10 extra bytes: two bytes with the indices of the spikes in
+    the block, and four numbers in bf16, which are the two spikes, ``smallest`` and ``step``.
     """
 
     size, beside = 128, 10
@@ -295,13 +300,13 @@ class _Spikes(_Format):
 
 
 class Spike2(_Spikes):
-    """Spike reserving with codes of 2 bits."""
+    """Spike reserving (:class:`_Spikes`) with codes of 2 bits."""
 
     bits = 2
 
 
 class Spike3(_Spikes):
-    """Spike reserving with codes of 3 bits."""
+    """Spike reserving (:class:`_Spikes`) with codes of 3 bits."""
 
     bits = 3
 

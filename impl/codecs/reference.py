@@ -1,10 +1,10 @@
-"""Implements encoding and decoding in plain PyTorch; the results of all other backends must equal these bit for bit.
+"""Implements encoding and decoding in plain PyTorch; all other backends must give the same results, bit for bit.
 
 :class:`Operations` checks its arguments and runs four operations: ``encode``, ``decode``, ``decode_sum`` (decode and
 sum) and ``decode_sum_encode`` (decode, sum, and encode the sum).  The C++ and CUDA backends inherit from it.
 
 Shapes: S elements of a shard are encoded to a frame ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``.  Leading
-dimensions are batches of frames; they may be strided, so a transpose costs no copy.
+dimensions are batches of frames.  They may have any strides, so transposed frames need not be copied.
 
 Arithmetic: computation is in fp32, except for sums with ``sums="fp16"``.  Elements are divided by the scale, and not
 multiplied by its reciprocal.  Quotients are rounded to nearest, ties to even, or with the random bits of
@@ -49,22 +49,22 @@ Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation on tensors of 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """The state of error feedback: the error of one encoding, which is added to the elements that are encoded next.
+    """The state of error feedback: the error of one encoding, which is added to the elements of the next encoding.
 
     Instead of the elements ``x``, ``h = x + error`` is encoded.  If the frames decode to ``d`` in fp32, the new error
-    is ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation.  Where it is
-    not finite it is replaced by 0, so that an overflow is not carried from step to step.  Finally it is limited to the
-    range of the type of ``error``, and cast to this type.
+    is ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation.  Where the new
+    error is not finite, it is replaced by 0, so that an overflow is not carried from step to step.  Finally the new
+    error is limited to the range of the type of ``error``, and cast to this type.
     """
 
     error: Tensor  # (..., S) fp32, bf16 or fp16, shaped like the encoded elements; updated in place
     decay: float = 0.0  # 0 for classic error feedback, 0.8 for LoCo's moving average (2407.04480)
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
-        """Write the new error of an encoding to ``error``.
+        """Compute the error of an encoding, and write it to ``error`` for the next encoding.
 
         Args:
-            with_error: (..., S) fp32, the elements plus the old error, which were encoded; it is overwritten.
+            with_error: (..., S) fp32, what was encoded: the elements plus the old error.  This tensor is overwritten.
             decoded: (..., S) fp32, the values to which the frames decode.
         """
         fresh = with_error.sub_(decoded).mul_(1.0 - self.decay)
@@ -74,18 +74,20 @@ class Carried:
 
 
 class Options(NamedTuple):
-    """The options of an encoding: the random bits of a stochastic codec, and error feedback."""
+    """The options of an encoding: the random bits for stochastic rounding, and the state of error feedback."""
 
     noise: Noise | None = None
     carried: Carried | None = None
 
 
 class Operations:
-    """Checks and runs a backend's operations on frames; this class is the reference backend, in plain PyTorch.
+    """Checks and runs a backend's operations on frames; this class itself is the backend in plain PyTorch.
 
-    A backend with kernels is a subclass.  It overrides ``_encode``, ``_decode`` and ``_decode_sum`` for the codecs that
-    it has kernels for, and ``_decode_sum_encode`` for the pairs of codecs that its ``_fuses`` accepts.  These methods
-    are called with tensors that have been checked and are not empty.
+    A frame is an encoded row of elements.  The operations encode, decode and sum frames.
+
+    A backend with kernels is a subclass.  The subclass overrides ``_encode``, ``_decode`` and ``_decode_sum`` for the
+    codecs that it has kernels for, and ``_decode_sum_encode`` for the pairs of codecs for which its ``_fuses`` returns
+    True.  These methods are called with tensors that have been checked and are not empty.
 
     Each of these methods may return a function that repeats the operation on other tensors.  When the operation is
     called again with tensors of the same layout, only this function runs, which saves checks and preparation.
@@ -116,9 +118,9 @@ class Operations:
             carried: error feedback.  Its error is added to ``x`` before the encoding, and updated afterwards.
 
         Raises:
-            ValueError: if the type, shape or strides of a tensor are not allowed, if frames overlap in memory, if
-                ``noise`` is needed and is missing or does not fit, if the tensors are on several devices, or if the
-                backend cannot read the strides.
+            ValueError: if the type, shape or strides of a tensor are not allowed, if frames overlap in memory, if the
+                codec rounds stochastically and ``noise`` is missing or has other dimensions than ``x``, if the tensors
+                are on several devices, or if the backend cannot read the strides.
         """
         key = key_of("encode", x, frames, codec) if noise is None and carried is None else None
         if self._repeated(key, x, frames):
@@ -148,7 +150,8 @@ class Operations:
     ) -> None:
         """Decode ``frames`` (sources, ..., F) uint8, and write their sum over the sources to ``out`` (..., S) fp32.
 
-        The frames are added in ascending order of their sources, and the sum is divided by ``divisor``.
+        A source is a rank that has sent frames.  The frames are added in ascending order of their sources, and the sum
+        is divided by ``divisor``.
 
         With ``sums="fp16"``, as in DeepSpeed, each decoded element and each partial sum is rounded to fp16, and becomes
         infinite beyond 65504.  The partial sums then begin with 0, so that the sum of a single -0 is +0.
@@ -185,15 +188,16 @@ class Operations:
         carried: Carried | None = None,
         sums: Sums = "fp32",
     ) -> None:
-        """Decode ``frames``, sum them over the sources, and encode the sum to ``out``.
+        """Decode ``frames``, sum them over their sources, and encode the sum to ``out``.
 
-        A reduction in two hops (exchanges) does this between its hops.
+        A reduction in two hops (exchanges between ranks) does this between its hops: a source is a rank that has sent
+        frames in the first hop.
 
         Args:
             first: the codec of ``frames``.
             second: the codec of ``out``.
-            frames: (sources, ..., F) uint8.
-            out: (..., F') uint8.
+            frames: (sources, ..., F) uint8, frames of F bytes.
+            out: (..., F') uint8, frames of F' bytes.
             numel: the number of elements of one frame.
             noise: the random bits of ``second``, if it rounds stochastically.
             carried: the error feedback of ``second``.
@@ -232,8 +236,8 @@ class Operations:
         A caller compares the checksums before and after some code to find out whether the code wrote to ``values``.
         The same backend must compute the checksums before and after, since each backend computes different checksums.
 
-        Here the memory is read as a matrix of 8-byte integers with :data:`SUMMED_ROW` columns.  The checksums are the
-        sums of the rows and the sums of the columns, followed by the elements that fill no row.  A change of one
+        This backend reads the memory as a matrix of 8-byte integers with :data:`SUMMED_ROW` columns.  The checksums are
+        the sums of the rows and the sums of the columns, followed by the elements that fill no row.  A change of one
         integer changes the sum of its row and the sum of its column.  Several changes go unnoticed only if they cancel
         in every row and every column.  The memory is read twice, once by rows and once by columns, at the speed of a
         copy.
@@ -247,7 +251,7 @@ class Operations:
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Decode ``frames``, add them up in fp16, and write the sum to ``out`` (..., S) fp32.
 
-        Backends with a kernel for this override the method.
+        Frames are added in ascending order of their sources.  Backends with a kernel for this override the method.
         """
         total = torch.zeros(out.shape, dtype=torch.float16, device=out.device)
         for source in frames:
@@ -267,10 +271,10 @@ class Operations:
             self._repeats[key] = repeat, codecs
 
     def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
-        """Returns whether this backend's ``_decode_sum_encode`` supports the codecs ``first`` and ``second``.
+        """Returns whether this backend's ``_decode_sum_encode`` can decode with ``first`` and encode with ``second``.
 
         The answer may depend on ``numel``, the number of elements of a frame, and on the error feedback ``carried``.
-        If the answer is False, ``decode_sum`` and ``encode`` are called one after the other.
+        If the answer is False, ``decode_sum`` and ``encode`` are called instead, one after the other.
         """
         return False
 
@@ -330,11 +334,11 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 
 
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """Returns the key under which an operation is remembered, so that it can be repeated without checks.
+    """Returns the key under which an operation on two tensors is remembered, so that it can be repeated unchecked.
 
     The key contains the operation, the codecs, and the shape, strides, type, device, and address modulo 16 bytes of
-    both tensors.  If an operation has been checked for two tensors, it needs no checks for two others with the same
-    key.  Only operations without noise and error feedback are remembered.
+    both tensors.  If an operation has been checked for two tensors, it needs no checks for two other tensors with the
+    same key.  Only operations without noise and error feedback are remembered.
 
     Returns None if a tensor has no memory, or is negated lazily by torch.  Such tensors must be checked each time, even
     if the operation has accepted other tensors of the same layout.
@@ -351,7 +355,7 @@ def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -
 
 
 def _address(x: Tensor) -> int:
-    """Returns the address of the first element in memory; 0 if the tensor has no memory.
+    """Returns the address of the first element of ``x`` in memory; 0 if ``x`` has no memory.
 
     Raises ValueError: if the tensor is not dense, for example sparse.
     """
@@ -365,7 +369,7 @@ def _address(x: Tensor) -> int:
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
-    """Raise ValueError unless ``codec`` can encode or decode these tensors.
+    """Raise ValueError if ``codec`` cannot encode elements to ``frames``, or decode ``frames`` to elements.
 
     The elements must be fp32, bf16 or fp16.  The frames must be uint8, contiguous, and of the codec's size.  ``frames``
     and ``other`` must be dense tensors with memory on the same device, and must not be negated lazily by torch.
@@ -439,15 +443,16 @@ def merged_rows(
 ) -> list[tuple[int, list[int]]]:
     """Merge the leading dimensions of ``tensors`` into as few dimensions as the strides allow.
 
-    All tensors have the same leading dimensions.  For example, the leading dimensions of a contiguous fp32 tensor of
-    shape (2, 3, 8) are merged to a single dimension of 6 rows, which are 32 bytes apart.
+    Kernels take a limited number of dimensions.  All tensors have the same leading dimensions.  For example, the
+    leading dimensions of a contiguous fp32 tensor of shape (2, 3, 8) are merged to a single dimension of 6 rows, which
+    are 32 bytes apart.
 
     Returns:
         (size, steps) for each merged dimension.  ``steps`` has one number for each tensor: the distance in bytes from
         one row to the next.  If ``noise`` is not None, a last number follows: the distance in elements from the noise
         of one row to the noise of the next.
 
-    Raises ValueError: if more than ``most`` dimensions are left, which is the limit of the kernels of ``backend``.
+    Raises ValueError: if more than ``most`` dimensions are left, the limit of the kernels of ``backend``.
     """
     steps_of = [[stride * x.element_size() for stride in x.stride()[:-1]] for x in tensors]
     if noise is not None:
@@ -526,8 +531,8 @@ def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
     """Rotate ``values`` (..., S) fp32, contiguous, in place, and return them; with ``back=True``, undo the rotation.
 
     Each group of ``size`` elements is rotated.  In both directions the values are first divided by ``size``, so that no
-    sum overflows.  Then butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).  With ``back=True`` the
-    results are multiplied by ``size``.
+    sum overflows.  Then, for the distances 1, 2, 4, ..., each pair (a, b) of elements at this distance is replaced by
+    (a + b, a - b).  With ``back=True`` the results are multiplied by ``size``.
     """
     whole = values.shape[-1] // size * size
     groups = values[..., :whole].view(*values.shape[:-1], -1, size)

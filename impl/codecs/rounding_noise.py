@@ -1,9 +1,9 @@
 """Defines the random bits of stochastic rounding, which do not depend on layout, world size or backend.
 
 [Note: rounding noise]
-Each element gets 16 random bits.  They depend only on a :class:`Key` and on the element's number in its unit
-(parameters that are gathered and reduced together).  They do not depend on the device or the backend, so a failure can
-be replayed anywhere.
+Each element gets 16 random bits.  These bits depend only on a :class:`Key` and on the element's number in its unit
+(parameters that are gathered and reduced together).  The bits do not depend on the device or the backend, so a failure
+can be replayed anywhere.
 
 The key of gradients contains the rank that encodes them: if all ranks had the same noise, the variance of the mean over
 N ranks would be N times as large.  The key of weights contains the step, but neither the rank nor the micro-batch, so
@@ -48,8 +48,8 @@ class Noise:
 
     The bits of an element depend only on its number and on ``philox``.  ``philox`` are the words that start the random
     generator.  The numbers of a row's elements are consecutive, and the first row begins at the number ``start``.
-    ``strides`` has one entry for each leading dimension: the difference between the numbers of two rows whose indices
-    along this dimension differ by one.
+    ``strides`` has one entry for each leading dimension: how much larger the numbers become from one row to the next
+    along this dimension.
 
     Raises ValueError: if ``start`` or a stride is negative, or is not a multiple of 8.
     """
@@ -70,7 +70,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Identifies an encoded tensor; an element's random bits depend only on this key and on the element's number."""
+    """Identifies an encoded tensor; an element's random bits depend on this key and the element's number only."""
 
     seed: int
     step: int  # number of optimizer steps so far; 0 for frozen weights
@@ -95,7 +95,10 @@ class Key:
 
 @dataclass(slots=True)
 class Clock:
-    """Holds the seed of a run, its current step and micro-batch, and makes the keys of random bits from them."""
+    """Holds a run's seed and its current step and micro-batch, and makes the keys of random bits from these numbers.
+
+    A :class:`Key` determines the random bits of stochastic rounding.
+    """
 
     seed: int = 0
     step: int = 0
@@ -110,5 +113,5 @@ class Clock:
         return Key(self.seed, 0 if frozen else self.step, 0, unit, "weights")
 
     def gradients(self, unit: str, rank: int) -> Key:
-        """Returns the key of the random bits for a unit's gradient in this micro-batch, as ``rank`` encodes it."""
+        """Returns the key of the random bits with which ``rank`` encodes a unit's gradient in this micro-batch."""
         return Key(self.seed, self.step, self.micro_batch, unit, "gradients", source=rank)

@@ -23,12 +23,17 @@ from impl.policy.topology import Axis
 
 
 def forward(_: Hop, message: Tensor, received: Tensor) -> None:
-    """Copy the frames that the previous hop has ``received`` into the ``message`` (bytes,) uint8 of the next hop."""
+    """Copy what the previous hop has ``received`` into the ``message`` (bytes,) uint8 of the next hop.
+
+    This is the usual ``write`` of a :class:`FrameGather`: frames (encoded shards) are sent on as they are.
+    """
     message.view(received.shape).copy_(received)
 
 
 class FrameGather:
-    """Runs the ``hops`` of a gather, one after the other; used for one gather at a time.
+    """Runs the ``hops`` (exchanges) of a gather, one after the other; used for one gather at a time.
+
+    What is gathered are frames: the encoded shards of the ranks.
 
     :meth:`start` posts the first hop, and :meth:`finish` runs the remaining hops.  ``left`` is the number of hops that
     are not posted yet.  With ``post=False``, :meth:`start` and :meth:`post_next_hop` only write the hop's message.
@@ -39,8 +44,8 @@ class FrameGather:
         hops: the hops, in the order in which they are posted.
         write: a function that writes the message of each hop after the first.  It is called with the hop, the message
             (bytes,) uint8, and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.
-            There is one exception: if the first hop has received its data directly into the second hop's message, this
-            message is complete, and the function is not called for the second hop.
+            There is one exception: the first hop may receive its data directly into the second hop's message.  Then
+            this message is complete, and the function is not called for the second hop.
         keep: a function that stores what a hop has received, for example as hpZ's copy of the weights.  It is called
             with the hop and the received bytes, before the next hop is posted.  It is called only if the hop's field
             ``keeps`` says that something is to be stored, and never for the last hop.
@@ -92,7 +97,7 @@ class FrameGather:
             exchange.post()
 
     def post_next_hop(self, *, post: bool = True) -> None:
-        """Wait for the hop under way, and write the next hop's message; with ``post=True``, also post the message."""
+        """Wait for the hop (exchange) under way, and write the next hop's message; with ``post=True``, also post it."""
         before, last, hop = self._exchange, self.hops[-self.left - 1], self.hops[-self.left]
         received = before.wait()
         if self._keep is not None and last.keeps != "nothing":
@@ -111,7 +116,7 @@ class FrameGather:
         return self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring, in_line=True)
 
     def finish(self) -> Tensor:
-        """Run all hops that are left, and return what the last hop has received.
+        """Run all hops (exchanges) that are left, and return what the last hop has received.
 
         The result is (ranks along the last hop's axis, bytes) uint8, with a row for each of these ranks.  It is valid
         until :meth:`close`.
@@ -131,7 +136,7 @@ class FrameGather:
 
 
 def post_together(gathers: Sequence[FrameGather]) -> None:
-    """Post the messages of several ``gathers``, which have written them with ``post=False``.
+    """Post the messages that several ``gathers`` have written with ``post=False``.
 
     With NCCL, one call posts all consecutive messages along the same axis.
     """
@@ -139,11 +144,11 @@ def post_together(gathers: Sequence[FrameGather]) -> None:
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a view of ``flat``, which has the shards of all ranks, with a dimension for each of ``axes``.
+    """Return a view of ``flat`` that has a dimension for each of ``axes``, and a last dimension for a shard's elements.
 
-    The shards are in ``flat`` one after the other, each of ``shard`` elements.  The view has the shape (size of each of
-    ``axes``..., ``shard``).  For two axes, ``view[i, j]`` is the shard of the rank with index i along the first axis,
-    and index j along the second axis.
+    ``flat`` has the shards of all ranks, one after the other, each of ``shard`` elements.  The view has the shape (size
+    of each of ``axes``..., ``shard``).  For two axes, ``view[i, j]`` is the shard of the rank with index i along the
+    first axis, and index j along the second axis.
 
     ``strides`` has a number for each axis.  It is the distance in ``flat``, in shards, from the shard of a rank to the
     shard of the next rank along this axis.  By default it is ``axis.stride``.
@@ -154,7 +159,9 @@ def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[in
 
 
 def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
-    """Gather every rank's ``part`` (n,) fp32 along ``axes``, with one hop for each axis.
+    """Gather every rank's ``part`` (n,) fp32 unencoded along ``axes``, with one exchange for each axis.
+
+    The messages are booked under ``tag``.
 
     Returns the parts of all ranks, (ranks, n) fp32 in rank order.
     """
@@ -180,7 +187,7 @@ def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int,
 
     On ``source``, ``parts`` has one tensor of at most ``numel`` elements for each rank; shorter tensors are padded with
     zeros.  On the other ranks ``parts`` is None.  All ranks must call this: the function runs one all-to-all, in which
-    the other ranks send zeros.
+    the other ranks send zeros.  The ledger books the messages under ``tag``.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)

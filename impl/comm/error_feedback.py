@@ -1,10 +1,11 @@
-"""Keeps the quantisation errors that error feedback carries from one gradient of a unit to the next.
+"""Keeps the quantisation errors that error feedback carries from one gradient to the next.
 
-When a rank encodes a gradient for a hop, it keeps the error of each element.  It adds the error to the same element of
-the next gradient before it encodes that gradient.  For the first hop a rank encodes the whole gradient.  For the hop
-between nodes it encodes only its own part of the sums: with 4 ranks on a node, a quarter of the unit's elements.  All
-errors are set to 0 every ``reset`` optimizer steps.  They are also set to 0 after a step with an overflow and after a
-failed pass, because the gradients of such a step or pass are not used.
+A gradient of a unit (parameters that are reduced together) is reduced in hops, which are exchanges between ranks.  When
+a rank encodes a gradient for a hop, it keeps the error of each element.  It adds the error to the same element of the
+unit's next gradient, before it encodes that gradient.  For the first hop a rank encodes the gradient of all elements.
+For the hop between nodes it encodes only the sums that it has computed: with 4 ranks on a node, those of a quarter of
+the elements.  All errors are set to 0 every ``reset`` optimizer steps.  They are also set to 0 after a step with an
+overflow and after a failed pass, because the gradients of such a step or pass are not used.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from impl.policy.policy import Feedback
 
 
 class Errors:
-    """Keeps the errors that error feedback carries from one gradient of a unit to the next, on one rank.
+    """Keeps one rank's quantisation errors, which error feedback adds to the next gradient of the same unit.
 
     The attribute ``nbytes`` is the number of bytes that all errors take.
 
     Args:
         feedback: the settings of error feedback.
-        hops: the hops of the unit's reduction.  Errors are kept for each hop whose field ``keeps`` is ``errors``.
+        hops: the hops (exchanges) of the unit's reduction.  Errors are kept for each hop whose field ``keeps`` is
+            ``errors``.
         device: the device of the errors.
     """
 
@@ -45,11 +47,11 @@ class Errors:
         self._since = 0  # the optimizer step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Return the errors that are added in hop number ``hop``, counted from 0, before the next gradient is encoded.
+        """Return the errors that are added before the next gradient is encoded for hop number ``hop``, counted from 0.
 
-        The gradient consists of pieces: each rank sums one piece.  In the hop, this rank sends one or more pieces.  The
-        result has the errors of the elements [start, end) of each of these pieces.  It is a view of the errors in this
-        object, so an encoding that uses the result updates this object.
+        A hop is one exchange of a reduction.  The gradient consists of pieces: each rank sums one piece.  In the hop,
+        this rank sends one or more pieces.  The result has the errors of the elements [start, end) of each of these
+        pieces.  It is a view of the errors in this object, so an encoding that uses the result updates this object.
 
         Returns None if no errors are kept for this hop.
         """
@@ -79,8 +81,8 @@ class Errors:
     def state(self) -> dict[str, Tensor]:
         """Return the errors and the step of the last reset, which a resumed run passes to :meth:`load`.
 
-        ``hop0``, ``hop1`` and so on are copies of the errors of each hop.  ``since`` is the optimizer step of the last
-        reset.
+        The keys ``hop0``, ``hop1`` and so on have copies of the errors of each hop (exchange).  ``since`` is the
+        optimizer step of the last reset.
         """
         state = {f"hop{hop}": error.clone() for hop, error in self._errors.items()}
         return {**state, "since": torch.tensor(self._since)}

@@ -49,7 +49,7 @@ _ALL_GATHER_SEVERAL: Final = _RENAMED if hasattr(dist.ProcessGroup, _RENAMED) el
 
 
 class Exchange(Protocol):
-    """One collective of this rank: the caller writes to ``send``, then calls ``post()``, ``wait()`` and ``close()``."""
+    """A collective, as one rank sees it: write to ``send``, then call ``post()``, ``wait()`` and ``close()``."""
 
     # This rank's message, (bytes,) uint8, to be written before post().  In an all-to-all these are the messages to all
     # ranks of the group, one after the other.
@@ -110,14 +110,17 @@ class Arena(Protocol):
         """
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether every rank's mark in exchange ``number`` equals ``mark``; call it after :meth:`wait`."""
+        """Return whether all ranks have posted exchange ``number`` with this ``mark``; call it after :meth:`wait`.
+
+        If the marks (:meth:`post`) differ, the ranks have started different exchanges.
+        """
 
     def done(self, number: int) -> None:
         """Announce that this rank has read the rows of exchange ``number``."""
 
 
 class Pacer(Protocol):
-    """Models a link between nodes that is slower than the real one, to delay messages as such a link would."""
+    """Models a slow link between nodes: says when a message has left the node, so that the wire can delay it."""
 
     def book(self, nbytes: int) -> float:
         """Add a message of ``nbytes`` bytes to the queue of the modelled link, behind all earlier messages.
@@ -127,7 +130,10 @@ class Pacer(Protocol):
 
 
 class Splits(NamedTuple):
-    """The lengths of one rank's messages in an uneven all-to-all; each list has an entry for each rank of the group."""
+    """The lengths of one rank's messages in an all-to-all whose messages differ in length.
+
+    Each list has an entry for each rank of the group.
+    """
 
     come: list[int]  # bytes that this rank receives from each rank
     go: list[int]  # bytes that this rank sends to each rank
@@ -141,7 +147,10 @@ def point_to_point(
     """Post an exchange over gloo: one send to each other rank of the group, and one receive from each.
 
     In a shift, one step of a ring, there is one send to the next rank and one receive from the previous rank.
-    ``splits`` has the lengths of the messages if they differ; messages of 0 bytes are neither sent nor received.
+    ``splits`` has the lengths of the messages if the lengths differ; messages of 0 bytes are neither sent nor received.
+    ``sent`` has this rank's messages, and ``received`` is the memory for the messages that this rank receives.  gloo
+    matches only messages of the same ``tag``.
+
     Returns torch's ``Work`` of each receive and each send.
 
     gloo's own all-to-all announces a receive only when the receive's turn comes.  On a slow link the announcement then
@@ -183,6 +192,9 @@ def collective(
 ) -> list[dist.Work]:
     """Post an exchange as one collective of the backend, and return the list of torch's ``Work`` to wait for.
 
+    ``sent`` has this rank's messages, and ``received`` is the memory for the messages that this rank receives.
+    ``splits`` has the lengths of the messages in an all-to-all if the lengths differ.
+
     If ``in_line`` is True, NCCL runs the collective on the current stream, and the returned list is empty.  Otherwise
     NCCL runs the collective on the group's own stream, and torch orders the two streams by two events: one before the
     collective, and one after it.
@@ -206,7 +218,7 @@ def collective(
 class Route:
     """Says how exchanges of one kind, size and purpose along an axis are sent, and how the ledger books them.
 
-    A wire computes a route once, and uses it for all exchanges that are alike.
+    A wire (the class that sends all messages) computes a route once, and uses it for all exchanges that are alike.
     """
 
     operation: Fields  # the entry in the log of collectives
@@ -292,7 +304,7 @@ class Buffers:
 
 
 class Alone:
-    """The exchange of a group of one rank: the rank receives what it sends, and no bytes leave it."""
+    """The exchange of a group of one rank: the rank receives what it sends, and sends nothing to other ranks."""
 
     def __init__(self, buffers: Buffers, nbytes: int) -> None:
         self._buffers, self._buffer = buffers, buffers.take(nbytes)
@@ -363,7 +375,9 @@ class Distributed:
     """An exchange whose messages are sent by torch.distributed, with gloo or NCCL.
 
     ``pacer`` delays the messages, to model a slow link between nodes; None does not delay them.  The memory of messages
-    comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
+    comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.  ``step`` is the exchange's
+    entry in the log of exchanges.  ``monitor`` watches the exchange if a stream of the GPU waits for messages, and not
+    the host; otherwise it is None.
 
     ``in_line`` has an effect only if the exchange is posted inside the context :meth:`Wire.beside` or
     :meth:`Wire.on_current_stream`.  If it is True, NCCL then runs the exchange on the current stream.  If it is False,
@@ -427,13 +441,13 @@ class Distributed:
 
     @property
     def joins(self) -> tuple[Group, Arrival | None] | None:
-        """The key by which exchanges are posted together in one call of NCCL; None if this is not possible.
+        """The key that says which exchanges one call of NCCL can post together; None if the exchange is posted alone.
 
-        Exchanges with equal keys can be posted together.  The key is a pair (group, arrival).  The group is that of the
-        ranks that take part.  The arrival depends on the stream on which NCCL runs the exchange:
+        Exchanges with equal keys can be posted together.  The key is a pair (group, arrival).  The group has the ranks
+        that take part.  The arrival depends on the stream on which NCCL runs the exchange:
 
-        - On the current stream (``in_line``): the arrival marks the end of the work that the surrounding context
-          enqueues on this stream.
+        - On the current stream (``in_line``): the arrival is the :class:`Arrival` that marks the end of the work that
+          the surrounding context enqueues on this stream.
         - On the group's own stream: the arrival is None.
         """
         route = self._route
@@ -448,7 +462,7 @@ class Distributed:
     def post_joined(exchanges: Sequence[Distributed]) -> None:
         """Post several all-gathers in one call of NCCL.
 
-        All of them must have the same key :attr:`joins`, which must not be None.
+        All ``exchanges`` must have the same key :attr:`joins`, which must not be None.
         """
         first = exchanges[0]
         arrival = first._buffers.arrival if first._in_line else None
@@ -535,8 +549,8 @@ def post_together(exchanges: Sequence[Exchange]) -> None:
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
     """Record in the watchdog's timeline that an exchange was under way from ``begin`` until now.
 
-    ``begin`` is the time of the post, in seconds of ``time.perf_counter()``.  Does nothing if the watchdog has no
-    timeline.
+    A timeline has the times of this rank's messages.  ``begin`` is the time of the post, in seconds of
+    ``time.perf_counter()``.  If the watchdog has no timeline, the function does nothing.
     """
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]

@@ -43,7 +43,7 @@ def describe(fields: Fields, call: str = "") -> str:
 
 
 def label(step: Step) -> str:
-    """Return an exchange in words, preceded by its number, such as ``exchange 3, all_gather of ...``."""
+    """Return a logged exchange in words, preceded by its number, such as ``exchange 3, all_gather of ...``."""
     return f"exchange {step[0]}, {describe(step[1], step[3])}"
 
 

@@ -6,8 +6,8 @@ own watchdog counts from the moment at which an exchange was enqueued, and ends 
 exchange it was.
 
 The :class:`HangMonitor` of a rank has a thread that watches the exchanges (collectives) that the rank has posted.  If
-no exchange has completed for as long as the wire's timeout, the thread calls ``on_hang`` with an error that names the
-oldest exchange.
+no exchange has completed for as long as the wire's timeout, the thread calls a function, by default
+:func:`end_process`, with an error that names the oldest exchange.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def end_process(error: WireError) -> NoReturn:
 
 
 class HangMonitor:
-    """Watches the exchanges that this rank has posted, in a thread that starts with the first exchange.
+    """Watches the exchanges (collectives) that this rank has posted, in a thread that starts with the first exchange.
 
     Args:
         watchdog: builds the error from the reports of all ranks.
@@ -63,9 +63,10 @@ class HangMonitor:
         self._started = False
 
     def posted(self, step: Step, works: Sequence[Work]) -> None:
-        """Begin to watch the exchange ``step``, which has completed when all of its ``works`` have completed.
+        """Begin to watch an exchange; it is complete when all ``works`` have completed.
 
-        Earlier exchanges that have completed by now are no longer watched.
+        ``step`` is the exchange's entry in the log of exchanges.  Earlier exchanges that have completed by now are no
+        longer watched.
         """
         with self._lock:
             self._drop_completed()
@@ -84,7 +85,10 @@ class HangMonitor:
             self._under_way.clear()
 
     def look(self) -> bool:
-        """Return whether ranks hang; if they do, call ``on_hang`` first."""
+        """Return whether ranks hang; if they do, call ``on_hang`` first.
+
+        Ranks hang if exchanges are under way, and none has completed for as long as the timeout.
+        """
         with self._lock:
             self._drop_completed()
             waited = time.monotonic() - self._progress

@@ -93,7 +93,7 @@ class Timeline:
     def add(self, lane: str, name: str, begin: float, nbytes: int = 0) -> None:
         """Add a message or a wait that began at ``begin``, in seconds of ``time.perf_counter()``, and ends now.
 
-        ``lane`` is the line of the drawing that shows it, and ``name`` says what the message or the wait is for
+        ``lane`` is the line of the drawing that shows the message or the wait, and ``name`` says what it is for
         (:class:`Span`).  ``nbytes`` are the bytes of this rank's message; 0 for a wait.
         """
         self.spans.append(Span(lane, name, begin, time.perf_counter(), nbytes))

@@ -212,10 +212,10 @@ class Mesh:
         return found if found is None or self.members is None else PrefixStore(self._prefix, found)
 
     def claim(self, name: str) -> str | None:
-        """Reserve ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
+        """Reserve ``name``, such as a folder's path, so that no mesh over other ranks of the job uses this name.
 
-        Returns None if this mesh may use the name: it was free, or a mesh over the same ranks had reserved it.
-        Otherwise returns the ranks of the mesh that had reserved it, as text such as ``global ranks 0 and 2``.
+        Returns None if this mesh may use the name: the name was free, or a mesh over the same ranks had reserved it.
+        Otherwise returns the ranks of the mesh that had reserved the name, as text such as ``global ranks 0 and 2``.
         """
         if self.thread is None and not dist.is_initialized():
             return None
@@ -228,7 +228,8 @@ class Mesh:
     def has_group(self, axis: Axis) -> bool:
         """Return whether the group along ``axis`` has been made.
 
-        If it has, :meth:`group` returns at once.  If it has not, :meth:`group` makes it, and waits for the other ranks.
+        If the result is True, :meth:`group` returns at once.  If it is False, :meth:`group` first makes the group, and
+        waits until the other ranks do the same.
         """
         return axis in self._groups
 
@@ -369,7 +370,7 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
     """Return (global ranks, topology) of a device mesh; the ranks are listed node by node.
 
     If ``topology`` is given, it is returned unchanged, and the ranks are listed in the order of ``device_mesh.mesh``.
-    The device mesh may then have any number of dimensions, of any names, as long as all are data parallel.
+    The device mesh may then have any number of dimensions, of any names, as long as all dimensions are data parallel.
 
     Raises:
         MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.

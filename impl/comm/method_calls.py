@@ -51,7 +51,7 @@ def inside(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def communicating() -> Iterator[None]:
-    """Context in which a user's class sends a message or waits for one, so that :func:`watch` does not count the time.
+    """Context in which a user's class sends a message or waits for one; :func:`watch` does not count this time.
 
     When the context is left, :func:`watch` begins to count again from 0.
     """
@@ -94,7 +94,9 @@ def _watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
 
 
 def _place(thread: int) -> str:
-    """Return the function that ``thread`` runs now, with file and line; ``?`` if the thread has ended.
+    """Return the function that a thread runs now, with file and line; ``?`` if the thread has ended.
+
+    ``thread`` is the thread's identifier.
 
     The function's callers are not returned, since it is not safe to read them from another thread.  In Python 3.11, if
     a frame ends meanwhile, its ``f_back`` may give an object that is no frame.

@@ -1,10 +1,9 @@
 """Sends the tensors of a user's own reduction or gather along the axes of the mesh.
 
 A *method* is a user's class that reduces gradients or gathers weights in its own way (:mod:`impl.unit.own_reduction`,
-:mod:`impl.unit.own_gather`).  It gets a :class:`MethodWire`, which takes and returns tensors, while the engine's wire
-takes and returns bytes.  The messages go through the engine's wire.  Therefore the ledger counts every byte, a pacer
-(which models a slow link) delays these messages too, and a rank that does not take part is reported within the wire's
-time-out.
+:mod:`impl.unit.own_gather`).  The method gets a :class:`MethodWire`, which takes and returns tensors.  The messages go
+through the engine's wire, which takes and returns bytes.  Therefore the ledger counts every byte, a pacer (which models
+a slow link) delays these messages too, and a rank that does not take part is reported within the wire's time-out.
 
 All ranks must send the same messages in the same order: tensors of equal shapes and types along equal axes.  Each
 message is padded with zeros to a multiple of 16 bytes.
@@ -141,11 +140,11 @@ class MethodWire:
     def _post(
         self, kind: MessageKind, axis: str, rows: Tensor, received: tuple[int, ...], handle: type[Sent] = Sent
     ) -> Sent:
-        """Post an exchange of this ``kind`` in which this rank sends ``rows`` (n, ...), and return it.
+        """Post an exchange of this ``kind`` in which this rank sends ``rows`` (n, ...), and return its :class:`Sent`.
 
         In an all-to-all there is a row for each rank of the axis.  In other exchanges there is a single row, which goes
         to every receiver.  ``received`` is the shape of what this rank receives, and ``handle`` is the class of the
-        result.
+        result: :class:`Sent` or a subclass.
         """
         rows = rows.detach()
         if not rows.numel():

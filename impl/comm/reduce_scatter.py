@@ -1,10 +1,11 @@
 """Reduce-scatters gradients hop by hop, with any codec, like qgZ's two-hop all-to-all (paper section 3.3).
 
 A hop is one exchange along one axis of ranks.  A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  A rank
-encodes its gradient, transposed to the order in which ranks receive it, and sends it along axis 0.  It decodes the
-messages that it receives, its own included, and sums them in ascending order of their senders.  It encodes this sum,
-sends it along axis 1, and so on.  After the last hop, each rank divides its sum by the number of ranks, to get the mean
-of its shard.  An alternative is :class:`Ring`, which sends partial sums along one ring of all ranks.
+encodes its gradient, transposed to the order in which ranks receive it, and sends the encoded gradient along axis 0.
+The rank decodes the messages that it receives, its own included, and sums them in ascending order of their senders.  It
+encodes this sum, sends the encoded sum along axis 1, and so on.  After the last hop, each rank divides its sum by the
+number of ranks, to get the mean of its shard.  An alternative is :class:`Ring`, which sends partial sums along one ring
+of all ranks.
 
 There may be several *state groups*: groups of ranks, each of which holds a copy of all shards.  If gradients are
 averaged over all groups, these hops give a rank the mean of only a part of its shard.  Further hops then all-gather the
@@ -14,10 +15,10 @@ means of the other parts.
 returns the mean.  docs/design/engine.md says how to add another kind of reduction.
 
 [Note: deferred last hop]
-``post_next_hop`` waits for the messages of one hop, and posts the next hop.  The caller should call it soon, because
-the link of the next hop idles until then.  Once the last hop is posted, nothing is left to post, and there are two
+``post_next_hop`` waits for the messages of one hop, and posts the next hop.  The link of the next hop idles until then,
+so the caller should call the method soon.  Once the last hop is posted, nothing is left to post, and there are two
 cases.  A last hop between nodes uses the slowest link, so only :meth:`Reduction.finish` waits for it.  A last hop
-inside a node takes little time, so a further call of ``post_next_hop`` waits for it, and sets ``mean``.
+inside a node takes little time, so one more call of ``post_next_hop`` waits for this hop, and sets ``mean``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from impl.policy.policy import Policy
 def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -> Reduction:
     """Return the reduction that averages gradients (world * piece,) in the way that ``policy`` sets.
 
-    The policy sets the hops and their codecs, the number of chunks, and whether the reduction is a :class:`Ring`.
+    The policy sets the hops (exchanges) and their codecs, the number of chunks, and whether the reduction is a
+    :class:`Ring`.
 
     Args:
         policy: the policy for the gradient's unit.
@@ -64,14 +66,17 @@ def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -
 class Reduction:
     """Averages gradients of one size over ranks, hop by hop; used for one reduction at a time.
 
-    A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are sent separately, so
-    that hops of different chunks overlap.  :func:`impl.plan.hops.in_turns` says in which order chunks are posted.
+    A hop is one exchange along one axis of ranks.
+
+    A *piece* is the part of the gradient that one rank sums.  A piece may be cut into chunks, which are sent
+    separately, so that hops of different chunks overlap.  :func:`impl.plan.hops.in_turns` says in which order chunks
+    are posted.
 
     Usually a piece is the rank's whole shard.  This is not so with *state groups*: several groups of ranks, each of
     which holds a copy of all shards.  If gradients are averaged over all groups, each rank that has a copy of a shard
-    sums a different piece of this shard.  These ranks then all-gather the means of the pieces, without chunks.  For its
-    own piece, a rank uses the decoded mean as the others do, and not its exact mean, so that the copies of the shard
-    stay bit-equal.
+    sums a different piece of this shard.  These ranks then all-gather the means of the pieces, encoded and without
+    chunks.  A rank decodes the mean of its own piece too, instead of using the exact mean, so that the copies of the
+    shard stay bit-equal.
 
     ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
@@ -100,8 +105,9 @@ class Reduction:
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
         """Return the random bits with which this rank rounds its message for hop number ``hop``, counted from 0.
 
-        A piece is the part of the gradient that one rank sums.  If pieces are sent in chunks, the message has one chunk
-        of each piece, and ``start`` is the number of the chunk's first element in its piece.
+        A hop is one exchange of the reduction, and a piece is the part of the gradient that one rank sums.  If pieces
+        are sent in chunks, the message has one chunk of each piece, and ``start`` is the number of the chunk's first
+        element in its piece.
 
         Returns None if ``key`` is None, or if the hop's codec does not round stochastically.
         """
@@ -115,8 +121,9 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of ``dtype`` may be written straight to the first hop's message.
 
-        Such a message has the gradient's elements unencoded, in their order in the unit.  A piece is the part of the
-        gradient that one rank sums.  All of these conditions must hold:
+        A hop is one exchange of the reduction.  The first hop's message then has the gradient's elements unencoded, in
+        their order in the unit.  A piece is the part of the gradient that one rank sums.  All of these conditions must
+        hold:
 
         - The reduction has a hop, and is not a ring.
         - The codec of the first hop would not change elements of ``dtype``, and would add no scales or padding.
@@ -203,7 +210,10 @@ class Reduction:
             self.mean = self.finish()
 
     def finish(self) -> Tensor:
-        """Finish all hops and return the mean of this rank's shard, (S,) fp32; to be called once."""
+        """Finish all hops (exchanges), and return the mean of this rank's shard, (S,) fp32.
+
+        Call this once for each reduction.
+        """
         mean, self.mean = self.mean, None
         if mean is not None:
             return mean
@@ -214,7 +224,8 @@ class Reduction:
     def close(self) -> None:
         """Drop the exchanges of a finished reduction.
 
-        On a GPU, call this only after the computation has waited for the reduction's side stream.
+        On a GPU, call this only after the computation has waited for the side stream, on which the reduction's later
+        hops (exchanges) run.
         """
         self._under_way.clear()
         self._opened = None
@@ -234,7 +245,7 @@ class Reduction:
         self._posted += 1
 
     def _post(self, number: int, part: int, gradient: Tensor | None) -> None:
-        """Post chunk ``part`` of hop ``number``; in a ring, post step ``part``."""
+        """Post chunk ``part`` of hop (exchange) number ``number``; in a :class:`Ring`, post step ``part``."""
         match self.hops[number].source:
             case "gradient":
                 assert gradient is not None  # noqa: S101  # this is the first event
@@ -251,7 +262,8 @@ class Reduction:
     def _summed(self, out: Tensor | None) -> Tensor:
         """Wait for the last hop that sums, and return the mean of this rank's piece, (piece,) fp32.
 
-        The mean is written to ``out``, or to a new tensor if ``out`` is None.
+        A piece is the part of the gradient that one rank sums.  The mean is written to ``out``, or to a new tensor if
+        ``out`` is None.
         """
         codec, mean = self._summing[-1].codec, self._new(self._piece) if out is None else out
         ranks = math.prod(self._sizes)
@@ -265,7 +277,9 @@ class Reduction:
     def _send_first(self, gradient: Tensor, index: int) -> Exchange:
         """Encode chunk ``index`` of all pieces, post it on the first hop, and return the exchange.
 
-        Encoding transposes the pieces to the order in which the hop's ranks receive them.
+        A piece is the part of the gradient that one rank sums.  Encoding transposes the pieces to the order in which
+        the hop's ranks receive them.  If the caller has already written the gradient to the message
+        (:meth:`open_message`), the message is posted as it is.
         """
         hop, (start, end), frames = self.hops[0], self._chunks[index], None
         carried = None if self._errors is None else self._errors.carried(0, start, end)
@@ -287,7 +301,7 @@ class Reduction:
     def _send_on(self, number: int, index: int) -> Exchange:
         """Sum the messages received for chunk ``index``, encode the sum, and post it on hop ``number``.
 
-        Returns the exchange of this hop.
+        A chunk is a part of each piece of the gradient that is sent by itself.  Returns the exchange of this hop.
         """
         received, observer, (start, end) = self._under_way[index], self._observer, self._chunks[index]
         before, hop = self.hops[number - 1 : number + 1]
@@ -331,7 +345,11 @@ class Reduction:
     # Hops that gather means
 
     def _gather_mean(self, number: int) -> None:
-        """Encode the mean of this rank's piece, and post the first of the hops that gather the means of all pieces."""
+        """Encode the mean of this rank's piece, and post the first of the hops that gather the means of all pieces.
+
+        ``number`` is the number of this first hop.  A piece is the part of a shard that one rank sums, if several ranks
+        hold copies of the shard.
+        """
         mean = self._summed(None)
 
         def encode(hop: Hop, message: Tensor) -> None:
@@ -345,7 +363,10 @@ class Reduction:
         self._gather.start(self.tag, encode)
 
     def _gathered(self) -> Tensor:
-        """Wait for the means of all pieces of this rank's shard, and return the mean of the shard, (S,) fp32."""
+        """Wait for the means of all pieces of this rank's shard, and return the mean of the shard, (S,) fp32.
+
+        A piece is the part of a shard that one rank sums, if several ranks hold copies of the shard.
+        """
         backwards, whole = self._gather.hops[::-1], self._out
         axes, strides = [hop.axis for hop in backwards], [hop.stride for hop in backwards]
         if whole is None:
@@ -379,7 +400,8 @@ class Ring(Reduction):
     def close(self) -> None:
         """Drop the exchanges of a finished reduction, and its copy of the gradient.
 
-        On a GPU, call this only after the computation has waited for the reduction's side stream.
+        On a GPU, call this only after the computation has waited for the side stream, on which the reduction's later
+        hops (exchanges) run.
         """
         super().close()
         self._slices = self._partial = torch.empty(0)
@@ -391,9 +413,8 @@ class Ring(Reduction):
     def _send_step(self, step: int, gradient: Tensor | None) -> None:
         """Encode the partial sum of ``step``, and send it to the next rank.
 
-        In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps it is the partial
-        sum received from the previous rank, to which this rank adds its own slice of the same elements; ``gradient`` is
-        then None.
+        In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps, the rank receives
+        the partial sum of the previous rank, and adds its own slice of the same elements; ``gradient`` is then None.
         """
         hop = self.hops[0]
         if gradient is not None:

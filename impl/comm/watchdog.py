@@ -43,10 +43,10 @@ class WireError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """A mark that :meth:`Watchdog.mark_exposed` puts into the queue of waits that the device has not finished.
+    """Marks a call of :meth:`Watchdog.mark_exposed` in the queue of the device's waits for messages.
 
-    The waits before the mark were queued before the call of ``mark_exposed()``, so they count towards its result.  The
-    waits after the mark do not.
+    The queue has the waits that the device has not finished.  The waits before the mark count towards the result of
+    ``mark_exposed()``, since they were queued before the call.  The waits after the mark do not count.
     """
 
     # the exposed seconds before this moment; None until the device has finished all waits before it
@@ -224,7 +224,7 @@ class Watchdog:
             raise self.error(f"could not finish {purpose}", cause, purpose) from error
 
     def error(self, failure: str, cause: object, waiting: Step | str | None = None) -> WireError:
-        """Return the error of a rank that cannot go on, after collecting the other ranks' reports.
+        """Collect the other ranks' reports, and return the error of a rank that cannot go on.
 
         Args:
             failure: what this rank could not do, such as ``could not finish exchange 3, ...``.

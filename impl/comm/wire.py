@@ -1,6 +1,6 @@
 """Sends messages along the axes of a mesh, and books every byte in a ledger.
 
-All messages of the engine go through a :class:`Wire`.  It has three transports:
+All messages of the engine go through a :class:`Wire`.  A wire has one of three transports:
 
 * ``backend`` hands messages to torch.distributed (gloo or NCCL), or to the other threads if the ranks are threads
   of one process (:mod:`impl.transport.threads`);
@@ -8,9 +8,10 @@ All messages of the engine go through a :class:`Wire`.  It has three transports:
   backend between nodes;
 * ``staged`` sends tensors of a GPU with gloo through host memory, so that several ranks may share a GPU.
 
-An *exchange* is one collective of a group of ranks.  A rank starts it by calling a method such as
-:meth:`Wire.all_gather`, which logs it and returns the memory for the rank's message.  If a rank does not take part in
-an exchange, the other ranks raise a :class:`WireError` that says what each rank was waiting for.
+An *exchange* is one collective of a group of ranks.  A rank starts an exchange by calling a method such as
+:meth:`Wire.all_gather`.  The method logs the exchange, and returns it with the memory for the rank's message.  If a
+rank does not take part in an exchange, the other ranks raise a :class:`WireError` that says what each rank was waiting
+for.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class EncodedHop(NamedTuple):
 
 
 class Observer:
-    """Base class of objects that look at the gradients of one rank, and at their encoding.
+    """Base class of objects that look at one rank's gradients, and at their encoding, while the gradients are reduced.
 
     A reduction calls the methods of its wire's observer (:meth:`Wire.observed`).  The methods of this class do nothing.
     A subclass must not change the tensors that it is given.  If it keeps a tensor, it must keep a copy.
@@ -75,7 +76,7 @@ class Observer:
         """
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """Called before a hop's message is sent.
+        """Called before the message of a hop (one exchange of a reduction) is sent.
 
         ``values`` (..., n) are the values that are sent.  Depending on the hop, they are the gradient, a sum of
         gradients, or the mean of the part that this rank sums.  They include the errors that error feedback adds.
@@ -91,17 +92,18 @@ class Observer:
 
 
 class Wire:
-    """Sends messages along the axes of a mesh and keeps the ledger of their bytes.
+    """Sends messages along the axes of a mesh, and counts their bytes in a ledger.
 
     Args:
         mesh: the ranks, in any form that :meth:`Mesh.of` accepts.
-        transport: how messages are carried; ``shm`` is used inside nodes only.
+        transport: how messages are carried: ``backend``, ``shm`` or ``staged`` (:mod:`impl.comm.wire`).  Messages
+            between nodes never use ``shm``.
         pacer: models a link between nodes that is slower than the machine's.
         timeout: seconds that a rank waits for the other ranks' messages.  After this time, if the host waits for
             messages, a :class:`WireError` is raised.  If a GPU's stream waits for messages (NCCL), the error is passed
             to ``on_hang`` instead.
-        on_hang: a function that is called with the error, in a thread of its own.  By default it prints the error and
-            ends the process with status 1.
+        on_hang: a function that is called with the error, in a thread of its own.  The default function prints the
+            error and ends the process with status 1.
 
     Raises:
         WireError: if the arguments do not fit together:
@@ -175,7 +177,7 @@ class Wire:
 
     @property
     def carried(self) -> int:
-        """Bytes that this rank has sent to other ranks, as counted by the transports and not by the ledger."""
+        """Bytes that this rank has sent to other ranks, as the transports count them, independently of the ledger."""
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
@@ -216,8 +218,7 @@ class Wire:
     def meet(self, purpose: str) -> None:
         """Wait until all ranks have called this method for ``purpose``.
 
-        Call it before operations of torch, or of the ranks' store, that would wait for a missing rank for half an
-        hour.
+        Call it before operations of torch, or of the ranks' store, that wait for half an hour if a rank is missing.
 
         Raises:
             WireError: if a rank has not called it within the wire's timeout; the message names the missing ranks.
@@ -369,7 +370,8 @@ class Wire:
     ) -> Tensor:
         """Gather every rank's ``row`` (n,), of any type and layout, and return all rows; all ranks must call it.
 
-        Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.
+        Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.  The ledger books the
+        messages under ``purpose``.
 
         Returns (ranks, n) of the row's type.  Along a single axis, the rows are in rank order.  Along several axes, the
         rank along the first axis varies fastest.  All ranks whose rows are in the result get the same result.
@@ -385,7 +387,10 @@ class Wire:
         return rows.view(row.dtype)
 
     def check_order(self) -> None:
-        """Raise a WireError if the ranks have started different exchanges so far; all ranks must call it."""
+        """Raise a WireError if the ranks have started different exchanges so far; all ranks must call it.
+
+        The ranks compare the number of their exchanges, and a hash of these exchanges in their order.
+        """
         log = self._watchdog.collective_log
         order = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         alike = defaultdict[str, list[int]](list)  # count and fingerprint -> the ranks that have these
@@ -416,15 +421,20 @@ class Wire:
             self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
-        """Return whether the ranks along ``axis`` read each other's messages in memory that they share."""
+        """Return whether the ranks along ``axis`` read each other's messages in memory that they share.
+
+        Between processes this does not hold for the steps of a ring (:meth:`shift`).  If there is a single rank along
+        ``axis``, the result is False.
+        """
         group = self.group(axis)
         shared = self.mesh.thread is not None or (self.transport == "shm" and group.same_node)
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether the caller may give memory for messages along ``axis``, and free it right after the wait.
+        """Return whether messages along ``axis`` can be received in memory that the caller frees right after the wait.
 
-        The memory is free only when the transport, too, has dropped its references to it.  The result is:
+        The caller gives such memory as ``into`` of :meth:`all_gather`.  The memory is free only when the transport,
+        too, has dropped its references to the memory.  The result is:
 
         - gloo: True.  Gloo drops its references when the wait for the messages ends.  If gloo's own thread drops them,
           this may happen some milliseconds later.
@@ -450,6 +460,7 @@ class Wire:
         """Log an exchange of this rank, book its bytes, and return it with the memory of its messages.
 
         If ``lengths`` is given, messages differ in length, and ``nbytes`` is the sum of their bytes.
+        :meth:`all_gather` explains the other arguments.
         """
         buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
         if axis.size == 1:
@@ -480,7 +491,7 @@ class Wire:
         return exchanges.Staged(host, route, buffers)
 
     def _arena(self, route: exchanges.Route) -> exchanges.Arena:
-        """Make the memory in which the ranks of a route's group read each other's messages."""
+        """Make the arena: the memory in which the ranks of a route's group read each other's messages."""
         if self.mesh.thread is not None:
             return threads.Arena(self.mesh.thread, route.group.ranks, route.group.index)
         with torch.inference_mode(mode=False):  # the arena will outlive a pass in inference mode
@@ -489,7 +500,9 @@ class Wire:
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Compute the route of messages: how messages of this kind, axis, size and tag are carried and booked.
 
-        Also note what carries these messages, for :meth:`describe`.
+        ``ring`` says whether gloo all-gathers along a ring (:meth:`all_gather`).
+
+        The method also notes what carries these messages, for :meth:`describe`.
         """
         group, steps = self.group(axis), kind == "shift"
         carried = "cpu" if self.transport == "staged" else self.mesh.device.type

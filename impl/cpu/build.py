@@ -1,4 +1,6 @@
-"""Builds ``kernels.cpp`` with the system's compiler, once, and keeps the library for later processes.
+"""Builds a shared library from ``kernels.cpp``, once, with the system's compiler; later processes load the same file.
+
+``kernels.cpp`` has the C++ code of codecs, which encode tensors as bytes.
 
 The library's file name contains a hash of sources, flags, compiler and processor.  A library is built under a temporary
 name, and gets its final name when it is complete and synced to disk.  If several processes start at once, one process
@@ -40,15 +42,15 @@ _SECONDS: Final = 120.0  # longest wait for a compilation, also for that of anot
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built; the message gives the reason in one line."""
+    """Raised when the library of C++ kernels cannot be built or kept; the message gives the reason in one line."""
 
 
 def user_cache() -> Path:
-    """Returns this project's folder in the user's cache.
+    """Returns this project's folder inside the user's cache folder.
 
-    The user's cache is ``$XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
+    The user's cache folder is ``$XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
 
-    Raises BuildError: if ``XDG_CACHE_HOME`` is no absolute path, and the user has no home folder.
+    Raises BuildError: if ``XDG_CACHE_HOME`` is not set to an absolute path, and the user has no home folder.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
@@ -61,7 +63,7 @@ def user_cache() -> Path:
 
 
 def user_folder() -> Path:
-    """Returns the user's folder of compiled kernels.
+    """Returns the folder in which this user's compiled kernels are kept: ``kernels`` inside :func:`user_cache`.
 
     Raises BuildError: for the same reason as :func:`user_cache`.
     """
@@ -69,10 +71,10 @@ def user_folder() -> Path:
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
-    """Returns the path of the shared library in ``folder``; builds the library if it is not there.
+    """Returns the path of the library of C++ kernels in ``folder``; builds the library if it is not there.
 
-    ``compiler`` is by default the first of COMPILERS that is installed.  It gets ``flags`` after the optimisation flags
-    that this file has for compilers of its kind (GCC or clang).
+    ``compiler`` is by default the first of COMPILERS that is installed.  The command line first has the optimisation
+    flags that this file sets for GCC or for clang, and then ``flags``.
 
     Raises BuildError: if there is no compiler, if the compiler fails, or if the folder cannot be written.
     """
@@ -94,9 +96,10 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
 
 
 def identity() -> str:
-    """Returns the hash in the library's file name, as 16 hexadecimal digits, without building the library.
+    """Returns the hash that the file name of :func:`library` contains, as 16 hexadecimal digits; builds nothing.
 
-    If the library cannot be built here, returns the reason in one line.
+    The hash is that of the default compiler and flags.  If no compiler is installed, or the compiler does not run,
+    returns the reason in one line instead.
     """
     try:
         return _key(_compiler(), FLAGS)
@@ -112,7 +115,10 @@ def _compiler() -> str:
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Returns a hash of the sources, the flags, the compiler's version and the processor, as 16 hexadecimal digits."""
+    """Returns a hash of the sources, the flags, the compiler's version and the processor, as 16 hexadecimal digits.
+
+    The library's file name contains this hash, so that a change of any of these leads to a new library.
+    """
     total = hashlib.sha256()
     command = " ".join((*_optimization(compiler), *flags))
     facts = (_run([compiler, "--version"]), command, platform.machine(), _processor())
@@ -150,7 +156,7 @@ def _run(command: list[str]) -> str:
     """Runs ``command`` and returns its standard output.
 
     Raises BuildError: if the command does not start, takes longer than 120 s, or fails.  If it fails, the message has
-    the first line of its standard error that contains "error", or else the first line.
+    one line of its standard error: the first that contains "error", else the first that is not empty.
     """
     try:
         done = subprocess.run(

@@ -1,11 +1,12 @@
 """Runs codecs on CPU tensors in C++, on the calling thread, bit-equal to :mod:`impl.codecs.reference`.
 
-The C++ library has functions that encode, decode, copy or sum the rows of tensors.  Each of these functions takes one
-structure, the job (:class:`_Job`), which says where the rows are in memory and how they are encoded.  The functions
-need rows whose elements are contiguous; tensors with other rows are copied to or from contiguous ones.
+A codec encodes each row of a tensor (its last dimension) as bytes, called a frame.  The C++ library has functions that
+encode, decode, copy or sum rows.  Each of these functions takes one structure, the job (:class:`_Job`).  The job says
+where the rows are in memory and how they are encoded.  The functions need rows whose elements are contiguous.  If a
+tensor has other rows, the functions work on a contiguous copy, and a result is copied back.
 
-A codec that does not quantise only casts elements to a type.  For such a codec, the library copies elements that have
-this type already, and sums encoded elements in one pass.  Torch does everything else.
+A codec that does not quantise only casts elements to a type.  For such a codec, the library only copies elements that
+have this type already, and sums encoded elements in one pass.  PyTorch does the casts.
 """
 
 from __future__ import annotations
@@ -33,24 +34,30 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """The place of one tensor in memory: the address of its first row, and its leading dimensions' strides in bytes."""
+    """Says where the rows of one tensor are in memory; it mirrors the structure ``Plane`` of job.hpp.
+
+    The rows are the tensor's last dimension.  ``address`` is the address of the first row.  ``strides`` are the
+    distances between rows along the other dimensions, in bytes.  Random bits are not in memory: for them, both fields
+    count elements.
+    """
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
 
 class _Coding(ctypes.Structure):
-    """The structure ``Code`` of job.hpp, which says how a row is encoded.
+    """Says how a row of elements is encoded as bytes; it mirrors the structure ``Code`` of job.hpp.
 
-    The fields are the same, in the same order.
+    Both structures have the same fields in the same order.
     """
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _CODING)
 
 
 class _Job(ctypes.Structure):
-    """The structure ``Job`` of job.hpp, the argument of one call of the library.
+    """The argument of one call of the C++ library; it mirrors the structure ``Job`` of job.hpp.
 
-    The fields are the same, in the same order; ``kind`` and ``error_kind`` are named ``type`` and ``error_type`` there.
+    Both structures have the same fields in the same order.  ``kind`` and ``error_kind`` are named ``type`` and
+    ``error_type`` in job.hpp.
     """
 
     _fields_ = (
@@ -69,9 +76,9 @@ class _Job(ctypes.Structure):
 
 
 class Kernels(Operations):
-    """Runs the operations of codecs with the C++ functions of ``library``, a shared library built by impl/cpu/build.py.
+    """Encodes, decodes and sums with the C++ functions of ``library``, a shared library built by impl/cpu/build.py.
 
-    Raises OSError: if the library cannot be loaded, or was built from other sources.
+    Raises OSError: if the library cannot be loaded, or was built from sources with another layout of :class:`_Job`.
     """
 
     name = "cpu"
@@ -141,12 +148,14 @@ class Kernels(Operations):
         return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, options, **fields)
 
     def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Repeat | None:
-        """Call the library's function ``name``, which decodes ``frames`` to ``out``.
+        """Call the library's function ``name``, which decodes ``frames`` (encoded rows) to ``out``.
 
-        ``fields`` are other fields of the job, the argument of the function (:class:`_Job`).
+        The argument of the function is a job (:class:`_Job`).  ``fields`` are the fields of the job that do not follow
+        from ``frames`` and ``out``.
 
-        Returns a function that repeats the call on other tensors.  Returns None if the elements of a row of ``out`` are
-        not contiguous: then a contiguous tensor is written first, and copied to ``out``.
+        If the elements of each row of ``out`` are contiguous, the result is a function that repeats the call on other
+        tensors.  If they are not, the rows are decoded to a contiguous tensor and copied to ``out``, and the result is
+        None.
         """
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
         repeat = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
@@ -166,11 +175,11 @@ class Kernels(Operations):
 
         Args:
             name: the name of the function.
-            tensors: the tensors of the call, by the names of their fields in the job (:class:`_Job`), such as
-                ``values``.  Their leading dimensions are equal.  Tensors that are read come before tensors that are
-                written.
-            options: random bits and error feedback.
-            fields: the other fields of the job.
+            tensors: the tensors of the call, by the names of their fields in the job, such as ``values``.  The job
+                (:class:`_Job`) is the argument of the function.  All dimensions but the last are the same for all
+                tensors.  Tensors that are read come before tensors that are written.
+            options: the random bits of a stochastic codec, and error feedback.
+            fields: fields of the job that do not follow from the other arguments.
         """
         job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), options
         if carried is not None:
@@ -192,11 +201,11 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Call ``function`` of the C++ library on ``tensors``, with a job that was prepared for tensors of these layouts.
+    """Call ``function`` of the C++ library on ``tensors``, with a copy of ``job`` that has the tensors' addresses.
 
-    ``job`` has the bytes of a :class:`_Job`, the argument of the function.  Only the addresses of the tensors are
-    replaced, in a copy of the job: the address of ``tensors[i]`` is written to the field ``planes[i]``, such as
-    ``values``.
+    ``job`` has the bytes of a :class:`_Job`, the argument of the function.  It was prepared for tensors of the same
+    shapes and strides.  In the copy, the address of ``tensors[i]`` is written to the field ``planes[i]``, such as
+    ``values``; all other bytes stay.
 
     Raises MemoryError: if the function cannot allocate its buffers.
     """
@@ -211,12 +220,12 @@ def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], 
 
 
 def _has_whole_rows(x: Tensor) -> bool:
-    """Returns whether the elements of each row are contiguous."""
+    """Returns whether the elements of each row of ``x`` (its last dimension) are contiguous in memory."""
     return x.shape[-1] == 1 or x.stride(-1) == 1
 
 
 def _is_copy(codec: Codec, x: Tensor) -> bool:
-    """Returns whether encoding ``x`` to a frame, or decoding a frame to ``x``, only copies bytes, row by row.
+    """Returns whether encoding ``x`` to frames (encoded rows), or decoding frames to ``x``, only copies bytes.
 
     This is so if ``codec`` is a cast to the type that ``x`` has already, and the elements of each row are contiguous.
     """
@@ -228,10 +237,11 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """Returns (suffix, coding): which of the library's functions serve ``codec``, and how they encode a row.
+    """Returns (suffix, coding): the end of the names of the library's functions for ``codec``, and their argument.
 
-    The suffix is the end of the functions' names, such as ``_formats`` in ``encode_formats``; it may be empty.  The
-    coding describes a row of ``numel`` elements; it is None if the library has no functions for the codec.
+    An example of a suffix is ``_formats`` in ``encode_formats``; the suffix may be empty.  The coding tells the
+    functions how a row of ``numel`` elements is encoded.  It is None for a codec that only casts, and for a user's own
+    codec.
     """
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))

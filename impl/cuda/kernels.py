@@ -1,14 +1,15 @@
 """Chooses CUDA kernels for codecs, bit-equal to :mod:`impl.codecs.reference`, and prepares their launches.
 
-:class:`Kernels` turns an operation on tensors into launches, and calls a function that runs them.  On a GPU this is
-:func:`impl.cuda.launch.on_device`.  Some tests run the same sources compiled for the host.
+A codec encodes each row of a tensor (its last dimension) as bytes, called a frame.  :class:`Kernels` turns an operation
+on tensors, such as encoding, into launches of kernels, and calls a function that runs the launches.  On a GPU this
+function is :func:`impl.cuda.launch.on_device`.  Some tests run the same sources compiled for the host.
 
 A codec that does not quantise only casts elements to a type.  For such codecs:
 
 * If elements have this type already, one launch of ``copy_raw`` in ``raw.cu`` encodes them.
 * One launch of ``sum_raw`` sums encoded elements.
 * The reference backend does all other casts, and all decoding without a sum, each with one launch of torch.  It also
-  takes frames (encoded rows) that are not aligned to their elements.
+  takes frames that are not aligned to their elements.
 
 A call is *plain* if its codec has integers of 4 or 8 bits and no rotation, and if it has no error feedback.  Plain
 kernels are compiled separately for each number of bits and type.  All other calls use *general* kernels, which read the
@@ -26,8 +27,8 @@ all others                                   ``encode_extents``, then ``encode_g
 ===========================================  ==========================================================
 
 Tests may switch kernels off by name (:data:`Part`).  If ``held`` or ``staged`` is off, the kernels in the table's next
-row are used.  If ``plain`` is off, all calls use general kernels.  If ``fused`` is off, ``decode_sum_encode`` of codecs
-that quantise takes two or more launches instead of one.
+row are used.  If ``plain`` is off, all calls use general kernels.  If ``fused`` is off, ``decode_sum_encode``, which
+sums the frames of all senders and encodes the sum, takes two or more launches instead of one for codecs that quantise.
 """
 
 from __future__ import annotations
@@ -87,15 +88,17 @@ _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHAST
 class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
-    Each row is cut into parts, and a thread block works on one part at a time.
+    A kernel works on the rows of tensors: on their last dimension.  Each row is cut into parts, and a thread block
+    works on one part at a time.
 
     Args:
-        spread: the number of thread blocks that a launch should have.  If there are many more parts than this, and the
-            kernel can loop, each thread block works on up to 16 parts of a row, one after the other.
+        spread: the number of thread blocks that a launch should have.  If there are many more parts than this number,
+            and the kernel can loop, each thread block works on up to 16 parts of a row, one after the other.
         numel: the number of elements of a row.
-        tensors: tensors of equal leading dimensions, by the names of their fields in the argument.
-        codecs: codecs, by the names of their fields in the argument.
-        options: random bits and error feedback.
+        tensors: the tensors of the launch, by the names of their fields in the kernel's argument.  All dimensions but
+            the last are the same for all tensors.
+        codecs: codecs, by the names of their fields in the kernel's argument.
+        options: the random bits of a stochastic codec, and error feedback.
         frames: (sources, ...), the encoded rows to sum; None if nothing is summed.  A source is a rank that has sent
             rows.  If ``frames`` is given, ``tensors["frames"]`` must be ``frames[0]``, the rows of the first source.
 
@@ -152,14 +155,14 @@ class _Call:
             self.set(decay=(carried.decay, 1.0 - carried.decay))  # each is rounded to fp32 once
 
     def set(self, **values: object) -> None:
-        """Write ``values`` to the fields of the argument that have these names."""
+        """Write each of the ``values`` to the field of the kernel's argument that has its name."""
         for name, value in values.items():
             self.arguments[name] = value
 
     def launch(
         self, file: str, kernel: str, parts: int, threads: int = THREADS, *, loops: bool = False
     ) -> Launch:
-        """Returns a launch of ``kernel`` in ``file``, with ``threads`` threads in each thread block.
+        """Returns a launch of ``kernel`` in the source ``file``, with ``threads`` threads in each thread block.
 
         Each row is cut into ``parts`` parts.  If ``loops`` is False, every part has a thread block of its own.  If
         ``loops`` is True and there are many parts, each thread block works on several parts, one after the other.
@@ -174,9 +177,9 @@ class _Call:
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
         """Returns a launch of ``kernel`` in ``file`` whose threads hold whole blocks of ``codec`` in registers.
 
-        Threads are divided into teams, whose size is a power of two.  A team holds one block, and each of its threads
-        holds ``octets`` times 8 elements.  If ``loops`` is True, a thread block may work on several parts of a row, one
-        after the other.
+        A block is a run of elements that share a scale.  Threads are divided into teams, whose size is a power of two.
+        A team holds one block, and each of the team's threads holds ``octets`` times 8 elements.  If ``loops`` is True,
+        a thread block may work on several parts of a row, one after the other.
         """
         block = codec.block_size(self.numel)
         shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # a team has a power of two of threads
@@ -195,10 +198,11 @@ class _Call:
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """Returns the launch that finds the extent of each of the codec's blocks, from which encoding gets the scales.
+        """Returns the launch that finds the extent of each of the codec's blocks (elements that share a scale).
 
         The extent is the block's largest magnitude or, for codecs with offsets, its smallest and its largest element.
-        The launch writes the extents to memory on ``device``, which this object keeps.
+        The encoding that follows computes the scales from the extents.  The launch writes the extents to memory on
+        ``device``; this object keeps that memory.
         """
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
@@ -220,8 +224,8 @@ class _Call:
 class Kernels(Operations):
     """Runs the operations of codecs as CUDA kernels; each launch is carried out by the function ``run``.
 
-    ``spread`` is the number of thread blocks at which a launch aims (:class:`_Call`).  ``without`` names kernels that
-    are not used, for tests (:data:`Part`).
+    ``spread`` is the number of thread blocks that a launch should have (:class:`_Call`).  ``without`` names the kernels
+    that a test switches off (:data:`Part`).
     """
 
     name = "cuda"
@@ -237,9 +241,10 @@ class Kernels(Operations):
         self._run, self._spread, self._without = run, spread, frozenset(without)
 
     def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Repeat:
-        """Run ``launch``, and return a function that repeats it on other tensors.
+        """Run ``launch``, and return a function that repeats the launch on other tensors of the same shapes and
+        strides.
 
-        ``tensors`` are the tensors of the launch, by the name of their field in the kernel's argument.
+        ``tensors`` are the tensors of the launch, by the names of their fields in the kernel's argument.
         """
         self._run(launch, next(iter(tensors.values())).device)
         return partial(self._repeat, launch, [*tensors])
@@ -283,10 +288,11 @@ class Kernels(Operations):
         return super()._decode_mean(codec, frames, out, divisor)
 
     def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
-        """Decode ``frames`` to ``out`` by one launch; if ``name`` is ``decode_sum``, sum the frames of all sources.
+        """Decode ``frames`` (encoded rows) to ``out`` by one launch.
 
-        ``name`` is ``decode`` or ``decode_sum``.  For a published format, ``decode`` is carried out as a sum over one
-        source.
+        ``name`` is ``decode`` or ``decode_sum``.  With ``decode_sum``, the first dimension of ``frames`` is that of the
+        sources (the ranks that sent frames), and ``out`` gets the sum over the sources.  For a published format, such
+        as NVFP4, ``decode`` is carried out as a sum over one source.
 
         Returns a function that repeats the launch.  Returns None, and does nothing, if the codec has no kernels.
         """
@@ -309,14 +315,15 @@ class Kernels(Operations):
     def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
         """Returns whether one launch can sum frames of codec ``first`` and encode the sum with codec ``second``.
 
-        ``numel`` is the number of elements of a frame, and ``carried`` the error feedback of the encoding.
+        A frame is an encoded row of ``numel`` elements.  ``carried`` is the error feedback of the encoding: the errors
+        of earlier encodings, which are added to the sum; None without error feedback.
 
-        If neither codec quantises, one launch is enough if no errors are carried.  If only one codec quantises, one
+        If neither codec quantises, one launch is enough without error feedback.  If only one codec quantises, one
         launch is not enough.  If both codecs quantise, one launch is enough if all of these conditions hold:
 
         - A block of the second codec has at most 4,096 elements, and is a multiple of 8 elements or the whole row
           (:func:`_holds`).
-        - No errors are carried, or the second codec does not rotate.
+        - There is no error feedback, or the second codec does not rotate (multiply by a Hadamard matrix).
         - If the first codec rotates groups of more than 8 elements: a block of the second codec consists of whole
           groups, is the whole row, or has a number of elements that is a power of two.  Only then does each group lie
           in neighbouring threads.
@@ -350,7 +357,7 @@ class Kernels(Operations):
     # Elements that are not quantised, and bits
 
     def _copy(self, codec: Raw, x: Tensor, frames: Tensor) -> Repeat | None:
-        """Copy the elements of ``x`` to ``frames``, padding included, by one launch.
+        """Copy the elements of ``x`` to ``frames`` (encoded rows), and write the frames' padding, by one launch.
 
         Returns a function that repeats the launch.  Returns None, and copies nothing, if ``x`` does not have the
         codec's type, or if the kernel does not take the shapes, strides or alignment of the tensors.
@@ -368,13 +375,15 @@ class Kernels(Operations):
     def _sum_elements(
         self, hops: tuple[Raw, Raw | None], frames: Tensor, out: Tensor, numel: int, *, divisor: int = 1
     ) -> Repeat | None:
-        """Sum frames of elements that are not quantised, and write the sum to ``out``, by one launch.
+        """Sum the frames of all sources, whose elements are not quantised, and write the sum to ``out``, by one launch.
+
+        A frame is an encoded row, and a source is a rank that has sent frames.
 
         Args:
             hops: the codec of ``frames``, and the codec of ``out``.  If the second codec is None, ``out`` holds fp32
                 elements.
-            frames: (sources, ..., F) uint8.
-            out: (..., F') uint8, or (..., numel) fp32 if it has no codec.
+            frames: (sources, ..., F) uint8, frames of F bytes.
+            out: (..., F') uint8, frames of F' bytes; (..., numel) fp32 if there is no second codec.
             numel: the number of elements of a frame.
             divisor: the number by which the sum is divided.
 
@@ -400,12 +409,13 @@ class Kernels(Operations):
     def _sum_and_cast(
         self, hops: tuple[BuiltIn, BuiltIn], frames: Tensor, out: Tensor, numel: int
     ) -> Repeat | None:
-        """Sum frames of elements that are not quantised, and write the sum to the frames ``out``.
+        """Sum ``frames`` (sources, ..., F) over the sources, and encode the sum to the frames ``out`` (..., F').
 
-        ``hops`` has the codec of ``frames`` and the codec of ``out``, both of which only cast.
+        A frame is an encoded row, and a source is a rank that has sent frames.  ``hops`` has the codec of ``frames``
+        and the codec of ``out``; both codecs only cast elements.  A frame has ``numel`` elements.
 
-        If a kernel takes the shapes, strides and alignment of the tensors, this is one launch, and the result is a
-        function that repeats the launch.  Otherwise torch sums and casts, and the result is None.
+        If a kernel takes the shapes, strides and alignment of the tensors, one launch does both steps, and the result
+        is a function that repeats the launch.  Otherwise torch sums and casts, and the result is None.
         """
         first, second = hops
         assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them
@@ -419,7 +429,8 @@ class Kernels(Operations):
     def _call(self, numel: int, tensors: Mapping[str, Tensor], sources: Tensor | None = None) -> _Call | None:
         """Returns the argument of a kernel for elements that are not quantised, filled in for ``tensors``.
 
-        ``sources`` are the elements (sources, ..., numel) that are summed; None if nothing is summed.
+        ``tensors`` are the tensors of the launch, by the names of their fields in the argument, with rows of ``numel``
+        elements.  ``sources`` are the elements (sources, ..., numel) that are summed; None if nothing is summed.
 
         Returns None for shapes and strides that the kernels do not take.  The caller then uses the reference backend,
         which takes all shapes and strides.
@@ -449,7 +460,7 @@ class Kernels(Operations):
     ) -> Iterator[Launch]:
         """Yield the launches that encode ``x``: one or two, as the table at the top of this file says.
 
-        ``call`` has the argument of the kernels, and ``carries`` says whether the call has error feedback.
+        ``call`` has the argument of the kernels.  ``carries`` says whether the encoding has error feedback.
         """
         file = "quantize.cu"
         if isinstance(codec, OwnCodec):
@@ -476,13 +487,16 @@ class Kernels(Operations):
             yield call.octets(file, f"encode_given<{_any(codec)}>")
 
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
-        """Returns whether the codec has integers of 4 or 8 bits and no rotation, and plain kernels may be used."""
+        """Returns whether plain kernels, which are compiled for one number of bits and one type, can run ``codec``.
+
+        They can if the codec has integers of 4 or 8 bits and no rotation, and tests have not switched ``plain`` off.
+        """
         compiled = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
         return compiled and "plain" not in self._without
 
 
 def _elements(codec: Raw, frames: Tensor, numel: int) -> Tensor | None:
-    """Returns a view of frames (..., F) uint8 as elements (..., numel) of the codec's type.
+    """Returns a view of ``frames`` (..., F) uint8 as elements (..., numel) of the type to which ``codec`` casts.
 
     Returns None if the frames are not contiguous, or not aligned to their elements.
     """
@@ -526,7 +540,7 @@ def _any(codec: Blocked) -> str:
 
 
 def _holds(codec: Blocked, numel: int, most: int) -> bool:
-    """Returns whether kernels can hold one of the codec's blocks in registers.
+    """Returns whether kernels can hold one of the codec's blocks (elements that share a scale) in registers.
 
     A block must have at most ``most`` elements.  It must also be a multiple of 8 elements, or the whole row of
     ``numel`` elements.

@@ -1,9 +1,9 @@
 """Compiles this folder's kernels, and launches them on a CUDA device with CuPy, on memory that torch owns.
 
-Every kernel takes one argument by value, ``Arguments`` of ``frames.cuh``, which :data:`ARGUMENTS` mirrors.
-A kernel is compiled when it is first launched, and kept on disk in CuPy's cache.  It is compiled with NVRTC
-directly, since ``cupy.RawModule`` (CuPy 14) adds ``-ftz=true`` after all other options, which would flush
-denormals to zero.
+Every kernel takes one argument by value, the structure ``Arguments`` of ``frames.cuh``; :data:`ARGUMENTS` mirrors this
+structure.  A kernel is compiled when it is first launched, and kept on disk in CuPy's cache.  This module calls NVRTC
+itself and does not compile with ``cupy.RawModule``: CuPy 14 adds ``-ftz=true`` after all other options, and this option
+flushes denormals to zero.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _LOADED: Final[dict[tuple[str, str, int], str]] = {}
 
 
 def loaded_sha256() -> str:
-    """Returns one SHA-256 of all compiled kernels that this process has loaded, in hexadecimal digits."""
+    """Returns a single SHA-256 of all compiled kernels that this process has loaded, in hexadecimal digits."""
     return hashlib.sha256("".join(sorted(set(_LOADED.values()))).encode()).hexdigest()
 
 
@@ -98,7 +98,8 @@ def loaded_sha256() -> str:
 def _kernel(file: str, kernel: str, device: int) -> Any:
     """Returns a kernel that CuPy can launch, loaded on GPU number ``device``, which must be the current device.
 
-    ``kernel`` is the kernel's name as in C++, and ``file`` the name of the source.  The kernel is compiled if needed.
+    ``kernel`` is the kernel's name as in C++, and ``file`` the name of the source.  The kernel is compiled if CuPy's
+    cache does not have it.
     """
     import cupy
 
@@ -161,7 +162,7 @@ def compile_kernels(
 
 @functools.cache
 def digest() -> str:
-    """Returns a hash of all sources in this folder and of :data:`OPTIONS`, as 16 hexadecimal digits."""
+    """Returns a hash of all CUDA sources in this folder and of :data:`OPTIONS`, as 16 hexadecimal digits."""
     total = hashlib.sha256(" ".join(OPTIONS).encode())
     for path in sorted(SOURCES.glob("*.cu*")):
         total.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -201,7 +202,8 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
 
 
 def _written(path: Path, image: bytes) -> Path:
-    """Write ``image`` to ``path`` by way of a temporary file, so that other processes never see a part of it.
+    """Write ``image`` to a temporary file, and rename the file to ``path``; other processes never see a part of the
+    image.
 
     Returns ``path``.
     """

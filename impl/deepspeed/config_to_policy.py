@@ -6,7 +6,7 @@ other known keys are accepted and reported as without effect (:mod:`impl.deepspe
 A missing key has DeepSpeed's default, not this project's: a missing ``stage3_param_persistence_threshold`` is 1e5.
 ``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads the configuration, counts as missing.
 
-Pure: no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Recipe:
 
 
 def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
-    """Read a DeepSpeed configuration as a recipe.
+    """Returns the recipe that a DeepSpeed configuration asks for: the policy and all other settings of a run.
 
     Args:
         config: a mapping, JSON text (which begins with ``{``), or the path of a JSON file.
@@ -118,13 +118,14 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """Returns the recipe ``base`` with its findings corrected for a model that has the units ``units``.
+    """Returns the recipe ``base`` with its findings corrected for a model that consists of the ``units``.
 
-    A finding says how one key of the configuration is treated.  A unit is a group of parameters, usually those of a
-    block, that are gathered together.  Persistent units stay gathered.  Findings change in two cases:
+    A finding says how one key of the configuration is treated.  A unit is a group of parameters that are gathered
+    together, usually those of a block.  The parameters of a persistent unit stay gathered.  Findings change in two
+    cases:
 
     - A unit that is not persistent has more elements than ``stage3_max_live_parameters`` allows.  The finding of this
-      key becomes ``changed``, since the unit cannot be cut and is gathered all the same.
+      key becomes ``changed``, since the unit cannot be cut, so that it is gathered although it exceeds the limit.
     - Otherwise, if the stage is 3 and all units are persistent, the findings of keys that concern shards become
       ``without effect``.  An example is ``zero_quantized_weights``: persistent parameters are sent unquantised.
     """
@@ -154,8 +155,8 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 class _Reading:
     """Reads one configuration: checks its keys and values, and builds the recipe.
 
-    DeepSpeed has renamed some keys, and accepts their old names too.  A dict that is described as "by current path" has
-    today's names as its keys, whichever name the configuration uses.
+    DeepSpeed has renamed some keys, and accepts their old names too.  Some attributes of this class are dicts "by
+    current path": they have a key's present name, even if the configuration uses an old name.
     """
 
     def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
@@ -198,7 +199,7 @@ class _Reading:
         self.spelt.setdefault(target, key.path)
 
     def recipe(self) -> Recipe:
-        """Returns the recipe.
+        """Returns the policy and all other settings that the configuration asks for.
 
         Raises DeepSpeedError: if settings contradict one another, or do not fit the topology.
         """
@@ -221,13 +222,13 @@ class _Reading:
         )
 
     def get(self, path: str) -> Any:
-        """Returns the configuration's value of the key ``path``, or DeepSpeed's default."""
+        """Returns the configuration's value of the key ``path``; DeepSpeed's default if the key is missing."""
         return self.values.get(path, KEYS[path].default)
 
     def says(self, path: str) -> str:
-        """Returns ``key = value`` for messages, with the key and the value as the configuration spells them.
+        """Returns the text ``key = value`` for error messages, with key and value as the configuration spells them.
 
-        A key that is not given is shown with DeepSpeed's default.
+        ``path`` is the key.  If the configuration does not have the key, the value is DeepSpeed's default.
         """
         spelt = self.spelt.get(path, path)
         return f"{spelt} = {shown(self.entries.get(spelt, self.get(path)))}"
@@ -239,8 +240,8 @@ class _Reading:
     def note(self, path: str, kind: Kind, text: str) -> None:
         """Set the finding of the key ``path``: how the key is treated (``kind``), and why (``text``).
 
-        If a finding of this key was set before, the first finding stays.  Findings of keys that the configuration does
-        not give are dropped later.
+        If this method has set a finding of the key before, the first finding stays.  The recipe has only the findings
+        of keys that the configuration gives (:meth:`_findings`).
         """
         self.notes.setdefault(path, (kind, text))
 
@@ -303,10 +304,11 @@ class _Reading:
         return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
-        """Returns (codec of weights, codec of gradients), which say how messages are encoded.
+        """Returns (codec of weights, codec of gradients): how weights and gradients are encoded in messages.
 
-        Messages that the configuration quantises have the codec of qwZ or qgZ.  All others are cast to the type that
-        DeepSpeed would send; ``compute`` is the type of the computation.
+        If the configuration quantises weights or gradients, they have the codec of ZeRO++'s qwZ or qgZ.  If it does not
+        quantise them, they are cast to the type in which DeepSpeed sends them.  ``compute`` is the type in which the
+        model computes.
         """
         quantises = f"{ZERO}.zero_quantized_gradients"
         weights = QWZ if self.get(f"{ZERO}.zero_quantized_weights") else _WIRE_TYPES[compute]
@@ -318,10 +320,11 @@ class _Reading:
         return weights, QGZ
 
     def _secondary(self) -> int:
-        """Returns the number of ranks in an hpZ group, which share one secondary copy of the weights; 0 without hpZ.
+        """Returns the number of ranks in an hpZ group; 0 without hpZ.
 
-        If the configuration asks for more ranks than there are, the group has all ranks.  If the group would have a
-        single rank, hpZ is not used, and the result is 0.
+        The ranks of an hpZ group together hold a second copy of the weights.  If the configuration asks for more ranks
+        than there are, the group has all ranks.  If the group then has a single rank, hpZ is not used, and the result
+        is 0.
         """
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes
@@ -331,9 +334,9 @@ class _Reading:
         return min(ranks, world) if min(ranks, world) > 1 else 0
 
     def _group(self) -> int:
-        """Returns the number of ranks in a MiCS group, which share one copy of weights, gradients and optimizer states.
+        """Returns the number of ranks in a MiCS group; 0 if all ranks are one group.
 
-        Returns 0 if all ranks share one copy.
+        The ranks of a MiCS group together hold one copy of weights, gradients and optimizer states, in shards.
         """
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
         ranks, world = self.get(path), self.topology.world
@@ -345,9 +348,12 @@ class _Reading:
         return int(ranks) if 1 <= ranks < world else 0
 
     def _feedback(self) -> Feedback | None:
-        """Returns LoCo's error feedback if the configuration has the table ``zeropp_loco_param``; otherwise None.
+        """Returns the error feedback of gradients if the configuration has the table ``zeropp_loco_param``; otherwise
+        None.
 
-        Raises DeepSpeedError: if the configuration has this table, and does not quantise gradients.
+        The table asks for LoCo, which adds the quantisation errors of each step to the gradients of the next.
+
+        Raises DeepSpeedError: if the configuration has this table, but does not quantise gradients.
         """
         if not self.loco:
             return None
@@ -426,7 +432,7 @@ class _Reading:
         return micro or whole // known, steps or (whole // known if micro else 1)
 
     def _kind(self, section: str) -> str | None:
-        """Returns the ``type`` in the section ``optimizer`` or ``scheduler``; None if the section is missing.
+        """Returns the ``type`` in ``section``, which is ``optimizer`` or ``scheduler``; None if the section is missing.
 
         Raises DeepSpeedError: if the section has keys, but no type.
         """
@@ -439,7 +445,8 @@ class _Reading:
     def _schedule(self) -> tuple[Schedule | None, float | None]:
         """Returns (schedule of the learning rate, learning rate at the end of the warm-up).
 
-        Both are None without a scheduler.  The rate is also None if the scheduler does not set it.
+        Both are None if the configuration has no scheduler.  If the scheduler does not set the learning rate, only the
+        second is None: the rate at the end of the warm-up is then the optimizer's own.
         """
         say, kind = "scheduler.params.{}".format, self._kind("scheduler")
         if kind is None:
@@ -505,7 +512,9 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """Yield the finding of every key and every empty table of the configuration, in the configuration's order."""
+        """Yield, for every key and every empty table of the configuration, how it is treated, in the configuration's
+        order.
+        """
         for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:
@@ -529,7 +538,8 @@ class _Reading:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """Returns ``value`` converted to the type that ``key`` takes: for example 500000000 if the value of a count is 5e8.
+    """Returns ``value`` converted to the type that ``key`` takes; for example, 5e8 becomes 500000000 if the key takes a
+    count.
 
     Raises DeepSpeedError: if the key does not take the value.
     """

@@ -1,9 +1,9 @@
 """Lists every key of DeepSpeed's configuration: its type, DeepSpeed's default, and how it is treated here.
 
 The list is the table ``keys.csv``, from which ``docs/guide/deepspeed.md`` is generated.  :func:`load` reads a
-configuration (a file, JSON text or a mapping), and :func:`leaves` turns it into (path, value) pairs of known
-keys.  Keys and defaults are taken from DeepSpeed's ``runtime/zero/config.py`` and ``runtime/config.py``, which
-differ in places from its web pages.  No torch.
+configuration (a file, JSON text or a mapping), and :func:`leaves` turns it into (path, value) pairs of known keys.
+Keys and defaults are taken from DeepSpeed's ``runtime/zero/config.py`` and ``runtime/config.py``, which differ in
+places from DeepSpeed's web pages.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fate = Literal["honoured", "without effect", "renamed", "only the default"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of DeepSpeed's configuration, a row of the table."""
+    """One key of DeepSpeed's configuration; each row of ``keys.csv`` becomes such an object."""
 
     path: str  # dotted path from the top of the configuration
     fate: Fate  # how the key is treated; ``only the default`` refuses every other value
@@ -71,14 +71,16 @@ SECTIONS: Final = frozenset(
 
 
 class DeepSpeedError(ValueError):
-    """A configuration cannot be carried out as it is; one line names the key, its value and the reason."""
+    """Raised when a configuration cannot be read or carried out; the message is one line that names the key and the
+    reason.
+    """
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """Returns the configuration as a mapping; its keys are not checked yet.
 
-    ``config`` is a mapping, JSON text (which begins with ``{``), or the path of a file.  Like DeepSpeed, this reads
-    JSON and HJSON, which has comments, trailing commas, and keys and texts without quotes.
+    ``config`` is a mapping, JSON text (which begins with ``{``), or the path of a file.  Like DeepSpeed, the function
+    reads JSON and HJSON.  HJSON allows comments, trailing commas, and keys and texts without quotes.
 
     Raises DeepSpeedError: if the file cannot be read, or if the text is neither JSON nor HJSON, or not a mapping.
     """
@@ -100,7 +102,7 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Parses text as JSON or, if that fails, as HJSON."""
+    """Returns the value that ``text`` has as JSON or, if the text is not JSON, as HJSON."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError:
@@ -110,7 +112,7 @@ def _parsed(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns (key, value) pairs as a dict.
+    """Returns the (key, value) pairs of a table in a configuration as a dict.
 
     Raises ValueError: if a key occurs twice, which DeepSpeed refuses too.
     """
@@ -127,7 +129,7 @@ def shown(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Returns a value as JSON on one line; values that JSON does not have are written by ``repr``."""
+    """Returns a value as JSON on one line; parts that JSON cannot express are replaced by their ``repr``."""
     return json.dumps(value, default=repr)
 
 

@@ -1,13 +1,14 @@
 """Chooses a codec for the messages of each unit every few steps, so that all units together stay within a bit budget.
 
-The policy's bit budget limits the mean number of bits that each element of weights or gradients may take between nodes.
-The codecs are chosen so that the sum of their errors is small within this limit (:mod:`impl.plan.bit_budget`).
+A unit is a group of parameters that are sent together, and a codec encodes elements as bytes.  The policy's bit budget
+limits the mean number of bits that each element of weights or gradients may take between nodes.  The codecs are chosen
+so that the sum of their errors is small within this limit (:mod:`impl.plan.bit_budget`).
 
 Before a choice, the errors of all candidate codecs are measured for one step.  For gradients, every candidate encodes
 the values that a rank sends between nodes in the passes of this step.  For weights, every candidate encodes the masters
-(fp32 weights) after the optimizer's step.  The squared errors of each candidate are added up for each unit.  One
-exchange then gives every rank the sums of all ranks.  Each rank adds these in rank order, so that all ranks get equal
-totals, and make the same choice.
+(fp32 weights) after the optimizer's step.  The squared errors of each candidate are added up for each unit.  The ranks
+then send one another their sums.  Each rank adds the sums of all ranks in rank order, so that all ranks get equal
+totals and make the same choice.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from impl.unit.unit import Unit
 
 @dataclass(slots=True)
 class _Choice:
-    """The codecs chosen for weights or for gradients, and the errors measured for the next choice.
+    """The codecs (encodings) chosen for weights or for gradients, and the errors measured for the next choice.
 
-    ``share`` is either the bit budget's part for weights, or its part for gradients.  It has the limit in bytes, the
-    candidate codecs, and the units for which codecs are chosen.
+    ``share`` is the part of the bit budget for weights, or the part for gradients.  It has the limit in bytes, the
+    candidate codecs, and the units (groups of parameters that are sent together) for which codecs are chosen.
     """
 
     share: Share
@@ -45,11 +46,15 @@ class _Choice:
 
 
 class Renewal(Observer):
-    """Measures the errors of candidate codecs, and chooses a codec for each unit of one engine, on one rank.
+    """Measures the errors of candidate codecs (encodings), and chooses a codec for each unit of one engine, on one
+    rank.
+
+    A unit is a group of parameters that are sent together.
 
     Raises:
-        PolicyError: if the policy's own codecs, with which training begins, take more bits than the budget allows; or
-            if there is no codec to choose, because all units are frozen or persistent.
+        PolicyError: if the policy's own codecs, with which training begins, take more bits than the budget allows.
+            Also if there is no codec to choose, because all units are frozen or persistent (their small parameters stay
+            gathered).
     """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:
@@ -69,8 +74,9 @@ class Renewal(Observer):
     def _observe(self) -> None:
         """Begin to measure errors if a choice of codecs is due after the coming step; otherwise stop measuring.
 
-        If errors are measured, and the budget limits the bits of gradients, this object becomes the wire's observer:
-        reductions call :meth:`encoded` for the gradients that they encode.
+        If errors are measured, and the budget limits the bits of gradients, this object becomes the observer of the
+        wire, through which all messages leave the rank.  Reductions then call :meth:`encoded` for the gradients that
+        they encode.
         """
         due = self._clock.step % self._every == 0
         if due or self._measuring:
@@ -82,8 +88,9 @@ class Renewal(Observer):
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Encode ``values`` (..., n) with every candidate codec, and add the squared errors to the sums of ``unit``.
 
-        A reduction calls this for each hop (one exchange between ranks); ``values`` are the gradients that the hop
-        encodes.  Only the hop between nodes is measured; calls for other hops do nothing.  ``frames`` is not used.
+        A reduction calls this method for each hop, which is one exchange between ranks.  ``values`` are the gradients
+        that the hop encodes, and ``unit`` is the name of their unit (a group of parameters).  Only the hop between
+        nodes is measured: calls for other hops do nothing.  ``frames`` is not used.
         """
         del frames
         for choice in self._choices:
@@ -93,11 +100,11 @@ class Renewal(Observer):
                 choice.squares[share.units.index(unit)] += squares_of(share.codecs, values, key)
 
     def forget(self) -> None:
-        """Set the sums of squared errors to 0, because the gradients that were measured are not used."""
+        """Set the sums of squared errors to 0, because the gradients that were measured were dropped."""
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """Note that an optimizer has stepped; if errors were measured in this step, choose codecs by these errors.
+        """Note that a step has ended: if errors were measured in this step, choose codecs by these errors.
 
         All ranks must call it.
         """
@@ -130,7 +137,7 @@ class Renewal(Observer):
                 )
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
-        """Make the units of ``choice`` send with the ``chosen`` codecs from now on.
+        """Make the units (groups of parameters) of ``choice`` send with the ``chosen`` codecs from now on.
 
         ``chosen`` has, for each unit, the index of its codec among the candidates.
         """
@@ -142,18 +149,19 @@ class Renewal(Observer):
         choice.chosen = chosen
 
     def state(self) -> Tensor:
-        """Return what a resumed run needs to choose codecs as this run would, (n,) fp64.
+        """Return, as (n,) fp64, the state from which a resumed run makes the same choices as this run.
 
-        First come the indices of the units' present codecs among the candidates, then the sums of squared errors.
+        The first entries are, for each unit (group of parameters), the index of the unit's present codec among the
+        candidates.  All other entries are the sums of squared errors.
         """
         indices = [float(index) for choice in self._choices for index in choice.chosen]
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
     def load(self, state: Tensor) -> None:
-        """Take over a :meth:`state` that the same rank has saved.
+        """Continue from ``state``, the result of :meth:`state` that this rank has saved.
 
         Before the call, the engine's step counter (``clock.step``) must be set to the step at which the state was
-        saved, since it decides whether errors are measured in the coming step.
+        saved.  The counter decides whether errors are measured in the coming step.
         """
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
@@ -176,7 +184,7 @@ def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0
 
     Returns (1 + len(codecs),) fp64: the sum of squared values, then the sum of squared errors of each codec.
 
-    Stochastic codecs draw their random bits from ``key`` and from the position of each element.  ``start`` is the
+    The random bits of stochastic codecs depend only on ``key`` and on the position of each element.  ``start`` is the
     position of the first element of ``values``.
     """
     x = values.detach().float().contiguous()

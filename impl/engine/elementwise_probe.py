@@ -1,9 +1,9 @@
 """Tests, with a few steps on small tensors, whether an optimizer is elementwise, so that it may step shards.
 
-An optimizer of a sharded model gets 1-D pieces of parameters, which may be cut at any element.  It must therefore step
-each element independently of all others.  To find out, copies of the optimizer take the same steps on a whole tensor,
-on two pieces of this tensor, and on the same elements in other shapes.  If the results differ, the optimizer is
-refused, since on shards it would be another algorithm.
+An optimizer of a sharded model gets 1-D pieces of parameters, which may be cut at any element.  The optimizer must
+therefore be elementwise: it must step each element independently of all others.  To find out, copies of the optimizer
+take the same steps on a whole tensor, on two pieces of this tensor, and on the same elements in other shapes.  If the
+results differ, the optimizer is refused, since on shards it would be another algorithm.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def elementwise(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 
 
 def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
-    """Return a text that says why ``optimizer`` must not step shards; None if it may.
+    """Return a text that says why ``optimizer`` must not step shards (1-D pieces of parameters); None if it may.
 
     The text continues a sentence that begins with the name of the optimizer's class, such as "is not elementwise:
     ...".  The optimizer, the attributes of its class and all random number generators are unchanged afterwards.
 
     Args:
-        optimizer: the optimizer; the states that it has already are tested too.
+        optimizer: the optimizer.  If it has states already, the test begins with copies of these states.
         closure: whether the optimizer's ``step()`` is called with a closure.
     """
     return _why_not(optimizer, closure=closure, every=False)
@@ -78,12 +78,14 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
     """Test copies of ``optimizer``, and return a text that says why it must not step shards; None if it may.
 
+    A shard has 1-D pieces of parameters.
+
     If a step of a copy raises an error, the test is repeated with ``every=True``.  If a step raises an error again, and
     was called without a closure although the optimizer's ``step()`` takes one, the test is repeated once more with a
     closure.
 
     Args:
-        optimizer: the optimizer; the states that it has already are tested too.
+        optimizer: the optimizer.  If it has states already, the test begins with copies of these states.
         closure: whether the steps are called with a closure.
         every: whether a copy has a small tensor for every tensor of the optimizer.  If False, it has small tensors only
             for the first two tensors of each parameter group, which is faster.
@@ -153,8 +155,9 @@ def _way_out(optimizer: Optimizer) -> str:
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
     """Return whether two tensors of weights, ``whole`` and ``other`` (K, N), are equal up to rounding.
 
-    ``way`` (K, N) is the distance that each element of ``whole`` has moved in all steps so far.  A difference counts as
-    rounding if it is small compared to this distance, or to the element.
+    They have the weights of K parameters with N elements each.  ``way`` (K, N) is the distance that each element of
+    ``whole`` has moved in all steps so far.  A difference counts as rounding if it is small compared to this distance,
+    or to the element.
     """
     equal = (whole == other) | (whole.isnan() & other.isnan())
     near = (whole - other).abs() <= _SLACK * way + 1e-6 * whole.abs()
@@ -170,7 +173,8 @@ def _alike(options: Tensor, others: Tensor) -> bool:
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return the function ``step`` of an optimizer class without the wrappers that torch has put around it.
 
-    The wrappers call the hooks on optimizers' steps, and import torch's compiler.
+    The wrappers call the hooks that are registered for the steps of optimizers, and import torch's compiler.  The
+    function without wrappers does neither.
     """
     step: Any = kind.step
     while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
@@ -207,7 +211,8 @@ class _Twin:
     """Copies an optimizer, and takes trial steps with the copy.
 
     The copy steps *probes*: small parameters in place of the optimizer's tensors.  All probes of one copy have the
-    shape ``shape`` and the same initial values: the initial weights of ``task``, from element ``first`` on.
+    shape ``shape`` and the same initial values: the initial weights of ``task``, from element ``first`` on.  ``every``
+    says whether there is a probe for every tensor of the optimizer (:func:`_copy`).
     """
 
     def __init__(
@@ -219,13 +224,15 @@ class _Twin:
         self._optimizer, self._probes = _copy(optimizer, task.start[part].view(shape), part, every=every)
 
     def weights(self) -> Tensor:
-        """Return the weights of all probes as (K, n) fp32 in host memory: K probes with n elements each."""
+        """Return the weights of all probes (small parameters) as (K, n) fp32 in host memory: K probes with n elements
+        each.
+        """
         return torch.stack([probe.detach().flatten().float().cpu() for probe in self._probes])
 
     def options(self) -> Tensor:
         """Return all numbers among the options of the copy's parameter groups, (M,) fp64.
 
-        The options of two copies are compared too, because some optimizers store numbers there that they adapt in
+        The options of two copies are compared too, because some optimizers adapt numbers among their options in
         training.
         """
         groups = self._optimizer.param_groups
@@ -267,8 +274,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     Args:
         optimizer: the optimizer.
         start: the initial values of each probe, in the shape of a probe.
-        part: which elements of a tensor with ``NUMEL`` elements a probe has.  A state of the optimizer that has a value
-            for each element is repeated or cut to ``NUMEL`` elements, of which the probe's state has ``part``.
+        part: which elements of a tensor with ``NUMEL`` elements a probe has.  If a state of the optimizer has a value
+            for each element, this state is repeated or cut to ``NUMEL`` elements; the probe's state is the slice
+            ``part`` of the result.
         every: whether the copy has a probe for every tensor of the optimizer.  If False, it has probes only for the
             first two tensors of each parameter group.
     """
@@ -278,7 +286,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return a probe's state, made from ``tensor``, the state of one of the optimizer's tensors."""
+        """Return the state of a probe (small parameter), made from ``tensor``, the state of one of the optimizer's
+        tensors.
+        """
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)
@@ -286,9 +296,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
         return repeated.view(start.shape).clone()
 
     def copied(value: Any) -> Any:
-        """Return a copy of ``value``, with probes in place of the optimizer's tensors.
+        """Return a copy of ``value``, with probes (small parameters) in place of the optimizer's tensors.
 
-        ``value`` is an attribute, an option or a state of the optimizer, or a part of one.
+        ``value`` is an attribute, an option or a state of the optimizer, or a part of an attribute, option or state.
         """
         if id(value) in copies:
             return copies[id(value)]
@@ -334,9 +344,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 
 @contextlib.contextmanager
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """Context for trial steps of copies of ``optimizer``; on leaving, it restores global state that steps may change.
+    """Context for trial steps of copies of ``optimizer``; on leaving, it restores global state that the steps may
+    change.
 
-    This state has two parts:
+    The global state has two parts:
 
     - the states of the random number generators of torch, Python and NumPy;
     - those attributes of the optimizer's classes that are numbers, strings or tuples, such as a counter of steps.

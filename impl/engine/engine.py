@@ -1,7 +1,7 @@
 """Defines :class:`Zero`, the engine of a sharded model, with the methods that a training loop calls.
 
-Forward and backward passes need no such call: the hooks of :mod:`impl.engine.hooks` gather and reshard weights, and
-reduce gradients.
+For forward and backward passes, a training loop calls none of these methods: the hooks of :mod:`impl.engine.hooks`
+gather weights, free them after use, and reduce gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Zero:
     """The engine of one sharded model on one rank, made by :func:`impl.zero.shard`.
 
     A unit is a group of parameters that are gathered and reduced together.  ``units`` are the model's units, in this
-    order: the root's, which has the parameters outside of all blocks; the persistent unit, whose small parameters stay
-    gathered; one for each block, in model order.  Frozen parameters have units of their own.
+    order: the root's unit, which has the parameters outside of all blocks; the persistent unit, whose small parameters
+    stay gathered; one unit for each block, in model order.  Frozen parameters have units of their own.
 
     ``masters`` are this rank's fp32 weights, ``scaler`` has the loss scale, and ``wire.ledger`` has the number of bytes
     that this rank has sent.
@@ -70,7 +70,10 @@ class Zero:
     # Training
 
     def param_groups(self, options: Mapping[int, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Return this rank's fp32 masters as parameter groups for an elementwise ``torch.optim`` optimizer.
+        """Return this rank's masters (the fp32 weights of its shards) as parameter groups for a ``torch.optim``
+        optimizer.
+
+        The optimizer must be elementwise: it must step each element independently of all others.
 
         Args:
             options: maps the number of a group, as the ``group_of`` of :func:`impl.zero.shard` returns it, to
@@ -93,8 +96,8 @@ class Zero:
 
         The next backward pass outside of the context reduces the sum.  Contexts may be nested.
 
-        ``model.zero_grad()`` and :meth:`drop_gradients` drop the local sum.  ``zero_grad()`` of an optimizer does not,
-        since the optimizer holds only masters.
+        ``model.zero_grad()`` and :meth:`drop_gradients` drop the local sum.  ``zero_grad()`` of an optimizer does not
+        drop it, since the optimizer holds only the masters (the fp32 weights of this rank's shards).
 
         Raises:
             ZeroError: if the policy reduces the gradients of every micro-batch.
@@ -126,19 +129,20 @@ class Zero:
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that counts as one forward pass of the model; all ranks must enter it.
 
-        Use it to compute a loss from weights directly, or to call parts of the model.  Inside, parameters outside of
-        all blocks have their values, and other parameters are gathered where they are used.  Inputs are not cast to
-        the compute type.  Call ``backward()`` after the context.  To run several backward passes, run them under
-        :meth:`accumulating`.
+        Use it to compute a loss from weights directly, or to call parts of the model.  Inside the context, parameters
+        outside of all blocks have their values, and all other parameters are gathered where they are used.  Inputs are
+        not cast to the compute type.  Call ``backward()`` after the context.  To run several backward passes, run them
+        under :meth:`accumulating`.
         """
         return self.hooks.unsharded()
 
     def finish_backward(self) -> None:
         """End a backward pass that failed on this rank: send the messages that the other ranks wait for.
 
-        Call it only after a backward pass that raised.  The messages carry the gradients that have arrived so far, and
-        zeros for all others.  If :meth:`drop_gradients` was called before, the messages carry only zeros.  Afterwards,
-        the mean over all ranks has been added to the masters' gradients.  Inside :meth:`accumulating` nothing is sent.
+        Call it only after a backward pass that raised an error.  The messages carry the gradients that have arrived so
+        far, and zeros for all other gradients.  If :meth:`drop_gradients` was called before, the messages carry only
+        zeros.  The mean over all ranks is then added to the gradients of the masters (the fp32 weights of this rank's
+        shards).  Inside :meth:`accumulating` nothing is sent.
         """
         self.hooks.finish_backward()
 
@@ -155,7 +159,7 @@ class Zero:
         (WireError), only the buffers are restored, because the ranks can send nothing more.
 
         Raises:
-            ZeroError: if masters have gradients when the context is entered.
+            ZeroError: if masters (the fp32 weights of this rank's shards) have gradients when the context is entered.
         """
         self.hooks.check_finished("rehearsing()")
         if any(master.grad is not None for master in self.masters):
@@ -179,7 +183,9 @@ class Zero:
     def _end_rehearsal(
         self, communication_state: Mapping[str, Tensor], finished: int, copied: Mapping[CopyKey, int]
     ) -> None:
-        """Undo what the passes of a rehearsal have changed in the engine; the caller restores the model's buffers.
+        """Undo what the passes inside :meth:`rehearsing` have changed in the engine.
+
+        The caller restores the model's buffers.  Each use of this context is a rehearsal.
 
         Args:
             communication_state: what :meth:`communication_state` returned before the rehearsal.
@@ -199,8 +205,8 @@ class Zero:
         The quantisation errors that gradient codecs would add to later gradients (error feedback) are forgotten too.
 
         A policy may send weights as differences from earlier weights, of which each rank keeps a copy.  After a failed
-        pass these copies may differ between ranks.  Therefore, when the weights have changed, the next gather sends
-        whole weights, not differences.
+        pass these copies may differ between ranks.  Therefore, the next gather after a change of the weights sends the
+        weights themselves, not differences.
 
         A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as running.
         """
@@ -218,9 +224,10 @@ class Zero:
         With a loss scale, call ``backward()`` on the result of ``scaler.scaled(loss)``.  If gradients then overflow on
         any rank, all ranks clear their gradients and skip the step.
 
-        If the optimizers hold masters of several models, these models step together.  The gradients of all these models
-        count as one vector, of which the norm is computed.  The loss scales of the models must be equal, and a loss
-        that depends on several models is scaled once, by the scaler of any of them.
+        The optimizers hold masters (the fp32 weights of this rank's shards).  If they hold masters of several models,
+        these models step together: the norm is that of the gradients of all these models, taken as one vector.  The
+        loss scales of the models must be equal.  A loss that depends on several models is scaled once, by the scaler of
+        any of these models.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all optimizers that hold masters with
@@ -270,12 +277,14 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold, after checking that their models can step together.
+        """Check that the models whose masters the optimizers hold can step together, and return the engines of these
+        models.
 
-        Returns this engine alone if the optimizers hold no masters.
+        Masters are the fp32 weights of this rank's shards.  If the optimizers hold no masters, the result is this
+        engine alone.
 
         Args:
-            call: the name of the public call that treats the gradients of these models as one vector.
+            call: the name of the public method that called this one, such as ``step()``, for error messages.
             optimizers: the optimizers that were passed to the call.
             max_norm: the norm to which the call clips; None if it does not clip.
 
@@ -331,7 +340,8 @@ class Zero:
         """Compute the global norm () fp64 of the model's mean gradient; the norm may be NaN or infinite.
 
         All ranks must call this, and all get the same bits.  There is one exception: with local steps (DiLoCo), each
-        group of ranks has a mean gradient of its own, and only the ranks of one group get the same norm.
+        group of ranks trains by itself and has its own mean gradient.  Only the ranks of one group then get the same
+        norm.
 
         Args:
             norm_type: the p of the p-norm, above 0 and at most 8, or ``inf``.
@@ -359,9 +369,10 @@ class Zero:
         Args:
             max_norm: the largest norm that the gradients may have afterwards.
             norm_type: the p of the p-norm, as for :meth:`grad_norm`.
-            optimizers: optimizers that hold masters of this model and of others.  If given, the gradients of all these
-                models count as one vector: ``max_norm`` limits the norm of this vector, and all gradients are scaled by
-                the same factor.  If not given, only this model's gradients are scaled.
+            optimizers: optimizers that hold masters (fp32 weights in shards) of this model and of other models.  If
+                given, the gradients of all these models count as one vector: ``max_norm`` limits the norm of this
+                vector, and all gradients are scaled by the same factor.  If not given, only this model's gradients are
+                scaled.
 
         Returns:
             () fp64, the norm before scaling.
@@ -390,10 +401,11 @@ class Zero:
         return norm
 
     def _forget_overflow(self) -> None:
-        """After an overflow, forget all quantisation errors of the overflowed gradients, which no optimizer will use.
+        """Forget all quantisation errors of gradients that have overflowed, since no optimizer will use these
+        gradients.
 
-        These are the errors that error feedback would add to later gradients, and the errors that were measured to
-        choose codecs (the policy's bit budget).  The objects of users' own reductions are constructed anew.
+        These are the errors that error feedback adds to later gradients, and the errors that were measured to choose
+        codecs (the policy's bit budget).  If a user's class reduces gradients, its objects are constructed anew.
         """
         for unit in self.units:
             unit.reduction.clear_feedback()
@@ -402,15 +414,19 @@ class Zero:
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Forget the errors that were measured to choose codecs (bit budget), since their gradients are not used."""
+        """Forget the errors that were measured to choose codecs (bit budget), since the measured gradients were
+        dropped.
+        """
         if self.renewal is not None:
             self.renewal.forget()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the masters' gradients; without ``set_to_none``, set them to 0.  ``model.zero_grad()`` calls this.
+        """Drop the gradients of the masters (fp32 weights) or, without ``set_to_none``, set them to 0.
 
-        Local gradients of :meth:`accumulating` are dropped too.  After a backward pass that failed they stay, since
-        :meth:`finish_backward` sends them.
+        ``model.zero_grad()`` calls this.
+
+        Local gradients of :meth:`accumulating` are dropped too.  There is one exception: after a backward pass that
+        failed, local gradients stay, since :meth:`finish_backward` sends them.
         """
         if not self._passes.in_backward:
             for unit in self.units:
@@ -426,11 +442,11 @@ class Zero:
     # State
 
     def weights_changed(self) -> None:
-        """Drop all copies of the weights, because masters were written; all ranks must call it.
+        """Drop all copies of the weights, because masters (the fp32 weights) were written; all ranks must call it.
 
-        Call it after you have written masters through ``.data``, if the engine keeps copies of weights.  It keeps them
-        with hpZ, below stage 3, with offload, and for small parameters that stay gathered (the persistent unit).  If
-        the call is missing, a pass that would use an old copy raises an error.
+        Call it after you have written masters through ``.data``, if the engine keeps copies of weights.  The engine
+        keeps copies with hpZ, below stage 3, with offload, and of small parameters that stay gathered (the persistent
+        unit).  If the call is missing, the next pass that needs an old copy raises an error.
 
         Optimizer steps need no call.  Writes that increment torch's version counter, such as ``p.copy_()``, need none
         either.
@@ -439,14 +455,18 @@ class Zero:
             unit.weights_changed()
 
     def forget_gathered(self) -> None:
-        """Make the next use of each unit gather the unit's weights anew, although the weights have not changed."""
+        """Make the next use of each unit gather the unit's weights anew, although the weights have not changed.
+
+        A unit is a group of parameters that are gathered together.
+        """
         for unit in self.units:
             unit.weights_changed("unchanged")
 
     def optimizer_stepped(self, held: set[int]) -> None:
-        """Note that an optimizer has stepped; steps of several optimizers after one backward pass count as one.
+        """Note that an optimizer has stepped, so that the next pass gathers the new weights.
 
-        ``held`` has the :func:`id` of each tensor that the optimizer holds.
+        If several optimizers step after one backward pass, this counts as one step.  ``held`` has the :func:`id` of
+        each tensor that the optimizer holds.
         """
         first = self.clock.micro_batch > 0
         if first:
@@ -486,8 +506,8 @@ class Zero:
     def communication_state(self) -> dict[str, Tensor]:
         """Return the state that this rank's messages depend on, in addition to weights and gradients.
 
-        A run that loads this state, masters and optimizer state continues bit for bit, if topology and policy are the
-        same.  The state has these parts, some of which only some policies need:
+        If a run with the same topology and policy loads this state, the masters (fp32 weights) and the optimizer state,
+        it continues bit for bit.  The state has these parts, some of which only some policies need:
 
         - the numbers of the step and of the micro-batch;
         - the quantisation errors that error feedback adds to later gradients;
@@ -555,9 +575,9 @@ class Zero:
     def reset_communication_state(self, *, step: int, micro_batch: int) -> None:
         """Reset everything that messages depend on, except the weights, as in a new engine with the present weights.
 
-        This is what :meth:`communication_state` lists, such as the errors of error feedback, and the state of users'
-        own reductions and gathers.  The numbers of the step and of the micro-batch are set to the arguments.  All ranks
-        must call this method, and no pass may be running.
+        The method resets all that :meth:`communication_state` lists, such as the errors of error feedback, and the
+        state of users' own reductions and gathers.  The numbers of the step and of the micro-batch are set to the
+        arguments.  All ranks must call this method, and no pass may be running.
 
         Args:
             step: the number of optimizer steps from which training continues.
@@ -582,7 +602,7 @@ class Zero:
     ) -> dict[str, Tensor]:
         """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
-        Units are gathered one after the other, and each unit is copied to ``device`` before the next unit is gathered.
+        Units (groups of parameters) are gathered one after the other, and each is copied to ``device`` before the next.
         A GPU therefore holds the fp32 weights of one unit at a time, unless ``device`` is the GPU.
 
         Args:
@@ -631,7 +651,7 @@ class Zero:
     # set_model_state_dict() call.  They do nothing if all parameters of the model are in an open GatheredParameters.
 
     def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Make buffers equal on all ranks, before ``state_dict()`` collects them.
+        """Make buffers equal on all ranks, before ``state_dict()`` collects them; torch calls this hook.
 
         With ``keep_vars``, nothing is done.
         """
@@ -641,7 +661,11 @@ class Zero:
                 self.buffers.make_equal()
 
     def _fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Replace the parameters that ``state_dict()`` has collected in ``state`` by their whole values."""
+        """Replace the parameters that ``state_dict()`` has collected in ``state`` by their whole values, gathered from
+        all ranks.
+
+        Torch calls this hook.
+        """
         if not self._all_shown():
             with self.wire.calling("state_dict()"):
                 state_dict.fill(self.model, self.units, state, prefix)
@@ -668,7 +692,10 @@ class Zero:
         self._loaded = state_dict.take(self.model, self.units, state, prefix)
 
     def _after_load_state_dict(self, model: nn.Module, report: Any) -> None:
-        """Remove from torch's report of missing entries all entries that the engine has loaded."""
+        """Remove the entries that the engine has loaded from torch's report of missing entries.
+
+        Torch calls this hook after it has loaded a state dict.
+        """
         report.missing_keys[:] = [name for name in report.missing_keys if name not in self._loaded]
 
     def _all_shown(self) -> bool:
@@ -686,6 +713,8 @@ class Zero:
 
     def copied(self) -> dict[CopyKey, int]:
         """Return how many bytes this rank has copied between host and device so far, by direction, purpose and unit.
+
+        A unit is a group of parameters that are gathered together.
 
         :func:`impl.plan.traffic.predict` predicts the same numbers.
         """
@@ -705,9 +734,9 @@ class Zero:
 
 
 def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor:
-    """Return the norm () fp64 of the mean gradients of several models, taken as one vector.
+    """Return the norm () fp64 of the mean gradients of the models ``together``, taken as one vector.
 
-    ``call`` is the name of the public call that needs the norm; all ranks must make this call.
+    All ranks must call it.  ``call`` is the name of the public method that needs the norm, for error messages.
     """
     norms = []
     for engine in together:
@@ -747,7 +776,7 @@ def describe(zero: Zero) -> dict[str, Any]:
 
 
 class Owner(NamedTuple):
-    """The engine and the unit that a parameter belongs to."""
+    """The engine and the unit (group of parameters gathered together) that a parameter belongs to."""
 
     engine: Zero
     unit: Unit
@@ -755,7 +784,9 @@ class Owner(NamedTuple):
 
 
 def find(parameter: Tensor) -> Owner | None:
-    """Return the engine and the unit to which a sharded ``parameter`` belongs; None if it is not sharded.
+    """Return the engine and the unit to which a sharded ``parameter`` belongs; None if the parameter is not sharded.
+
+    A unit is a group of parameters that are gathered together.
 
     Raises:
         ZeroError: if the parameter's engine no longer exists.

@@ -4,14 +4,15 @@ The hooks are installed once, when the model is sharded.  A unit is a group of p
 together, such as those of a block.  In a step the hooks run in this order:
 
 1. *Before a module runs* (``_pre_forward``), check the model, cast inputs, and gather the module's units.
-2. *After a module has run* (``_post_forward``), reshard its units, and register hooks on its outputs.
+2. *After a module has run* (``_post_forward``), reshard its units (free their gathered weights), and register hooks on
+   its outputs.
 3. *When the gradient of an output arrives* (:meth:`Hooks.pre_backward`), gather the module's units again.
-4. *When the gradient of a parameter arrives* (:meth:`Hooks.collect_gradient`), give it to the unit's reduction.  After
-   the unit's last gradient, reshard the unit, and start all reductions that are ready.
+4. *When the gradient of a parameter arrives* (:meth:`Hooks.collect_gradient`), give the gradient to the reduction of
+   the parameter's unit.  After the unit's last gradient, reshard the unit, and start all reductions that are ready.
 5. *When autograd has finished* (``_end_backward``), finish all reductions.
 
-Autograd keeps some of these hooks.  Such a hook holds the engine weakly.  If it held the engine strongly, engine and
-model would stay alive for ever, because Python's garbage collector cannot see what autograd keeps.
+Autograd keeps some of these hooks.  Such a hook has only a weak reference to the engine.  If it had a strong reference,
+engine and model would stay alive for ever, because Python's garbage collector cannot see what autograd keeps.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Hooks:
 
     Args:
         model: the sharded model.
-        units: the model's units: first the root's, which has the parameters outside of blocks; then the persistent one,
-            whose small parameters stay gathered; then one for each block, in model order.
-        modules: for each unit, the module before whose passes the unit is gathered.
+        units: the model's units, which are groups of parameters: first the root's, which has the parameters outside of
+            blocks; then the persistent unit, whose small parameters stay gathered; then one unit for each block, in
+            model order.
+        modules: for each unit, the module that the unit belongs to; the unit is gathered before this module runs.
         context: the objects that the units share, such as the wire, which sends messages, and the policy.
         casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
     """
@@ -146,7 +148,9 @@ class Hooks:
         return changed
 
     def _begin_forward(self) -> None:
-        """Begin a forward pass of the model: check it, and make its buffers equal on all ranks."""
+        """Begin a forward pass: check that the model's parameters were not replaced, and make its buffers equal on all
+        ranks.
+        """
         passes = self._passes
         passes.in_forward = False  # stays False if a check fails
         training = torch.is_grad_enabled()
@@ -174,7 +178,8 @@ class Hooks:
     def _warn_of_autocast(self) -> None:
         """Warn if autocast casts every gathered weight to another type than the policy's compute type.
 
-        Autocast keeps the casts until backward, so resharding cannot free them.  The warning is given once, on rank 0.
+        Autocast keeps the casts until backward, so they stay in memory even after the gathered weights are freed.  The
+        warning is given once, on rank 0.
         """
         mesh, compute = self._context.wire.mesh, DTYPES[self._context.policy.compute]
         cast = torch.get_autocast_dtype(mesh.device.type)
@@ -247,7 +252,7 @@ class Hooks:
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Return whether a backward pass from ``outputs`` may follow this forward pass.
 
-        Returns False in three cases:
+        ``units`` are the units (groups of parameters) of the module that has run.  Returns False in three cases:
 
         - autograd is off;
         - no output needs a gradient;
@@ -268,16 +273,17 @@ class Hooks:
         return True
 
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """End a forward pass of the model: reshard the units that are still gathered.
+        """End a forward pass of the model: free the weights of the units that are still gathered.
 
-        A unit is still gathered here if it was prefetched and then not used, or if it was used outside of its module.
+        A unit is a group of parameters.  It is still gathered here if it was prefetched and then not used, or if it was
+        used outside of its module.
 
-        In stage 3, after the first forward pass, the order in which units ran becomes the order in which later passes
-        expect them, for example to prefetch the next unit.
+        In stage 3, the first forward pass notes the order in which the units run.  Later passes rely on this order, for
+        example to prefetch the next unit.
 
         Args:
             outputs: the memory addresses of the tensors that the model has returned.
-            backward: whether a backward pass may follow.  If True, the units that this pass will use first stay
+            backward: whether a backward pass may follow.  If True, the units that the backward pass uses first stay
                 gathered.
         """
         passes = self._passes
@@ -293,7 +299,7 @@ class Hooks:
         passes.escaped.clear()
 
     def _gather_unused(self) -> None:
-        """Below stage 3, gather the units that this rank's pass did not use.
+        """Below stage 3, gather the units (groups of parameters) that this rank's forward pass did not use.
 
         Other ranks may use these units, and all ranks must take part in every gather.
         """
@@ -304,7 +310,7 @@ class Hooks:
                     unit.reshard()
 
     def _follow_order(self) -> None:
-        """Make reductions start in the order in which units are expected to get their last gradient."""
+        """Make reductions start in the order in which units (groups of parameters) probably get their last gradient."""
         order = self._passes.schedule.reduction_order
         self.reductions.follow([self._units[index].reduction for index in order])
 
@@ -313,7 +319,8 @@ class Hooks:
     def _weakly(self, event: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Any], None]:
         """Return a hook for autograd that calls ``event(self, *args)``, but does not keep this engine alive.
 
-        If the engine no longer exists when the hook runs, the hook does nothing; with ``needed`` it raises a ZeroError.
+        If the engine no longer exists when the hook runs, the hook does nothing or, if ``needed`` is True, raises a
+        ZeroError.
         """
         reference = weakref.ref(self)
 
@@ -331,8 +338,9 @@ class Hooks:
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Register hooks that reshard ``module``, a block, once the gradients of its ``inputs`` have arrived.
 
-        A block is also resharded when the gradients of all its parameters have arrived.  This never happens to a block
-        with frozen or unused parameters, so such a block needs these hooks.
+        To reshard a block is to free its gathered weights.  A block is also resharded when the gradients of all its
+        parameters have arrived.  In a block with frozen or unused parameters, some gradients never arrive, so such a
+        block needs these hooks.
         """
         tensors: list[Tensor] = []
         for value in inputs:
@@ -349,7 +357,9 @@ class Hooks:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def pre_backward(self, module: nn.Module) -> None:
-        """Gather the units of ``module``, because the gradient of one of its outputs has arrived."""
+        """Gather the units (groups of parameters) of ``module``, because the gradient of one of its outputs has
+        arrived.
+        """
         if torch.is_grad_enabled():
             raise ZeroError(
                 "create_graph=True asks for gradients of gradients, which a sharded model does not support: call "
@@ -361,11 +371,12 @@ class Hooks:
             unit.pre_backward()
 
     def collect_gradient(self, index: int, number: int) -> None:
-        """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
+        """Give the gradient that has arrived at parameter ``number`` of unit ``index`` to the unit's reduction.
 
-        The first gradient of a block's unit in a pass also makes the running reductions of other units post their next
-        messages.  After the last gradient of a unit, the unit is resharded, and all reductions that are ready start.
-        If gradients are only accumulated in this pass, no reductions start.
+        A unit is a group of parameters that are gathered and reduced together.  When the first gradient of a block's
+        unit arrives in a pass, the running reductions of other units also send their next messages.  After the last
+        gradient of a unit, the unit is resharded (its gathered weights are freed), and all reductions that are ready
+        start.  If gradients are only accumulated in this pass, no reductions start.
         """
         if not self._passes.in_backward:
             self._begin_backward()
@@ -378,10 +389,11 @@ class Hooks:
                 reductions.start_ready()
 
     def collect_outside(self, index: int, number: int) -> None:
-        """Collect the gradient that has arrived at the placeholder of parameter ``number`` of unit ``index``.
+        """Give the gradient that has arrived at a parameter's placeholder to the reduction of the parameter's unit.
 
-        A placeholder is the parameter without values that modules hold while the unit is sharded.  It gets a gradient
-        if it was passed to an ``autograd.Function``.
+        A unit is a group of parameters.  While it is sharded, modules hold placeholders: parameters without values.  A
+        placeholder gets a gradient if it was passed to an ``autograd.Function``.  ``index`` is the index of the unit,
+        and ``number`` the index of the parameter in the unit.
 
         Raises:
             ZeroError: if the parameter is in an open GatheredParameters context.
@@ -402,7 +414,8 @@ class Hooks:
     def reshard_unused(self, module: nn.Module) -> None:
         """Note that the gradient of one input of ``module`` has arrived.
 
-        Once the gradients of all inputs of all calls of the module have arrived, reshard the module's units.
+        Once the gradients of all inputs of all calls of the module have arrived, free the gathered weights of the
+        module's units (groups of parameters), even if gradients of some parameters have not arrived.
         """
         left = self._inputs_left[module] = self._inputs_left.get(module, 1) - 1
         if not left:
@@ -412,7 +425,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         """Begin a backward pass, and make autograd call :meth:`_end_backward` at its end.
 
-        To be called when the first gradient of the pass arrives.
+        The hooks call this method when the first gradient of the pass arrives.
         """
         passes = self._passes
         if passes.running:
@@ -427,8 +440,9 @@ class Hooks:
     def _end_backward(self) -> None:
         """End a backward pass: finish its reductions, and end the use of all units' weights (:meth:`Unit.end_use`).
 
-        Reductions that have not started are started first, unless the pass only accumulates.  Autograd calls this
-        method after the last gradient.
+        A unit is a group of parameters that are gathered and reduced together.  Autograd calls this method after the
+        last gradient.  Reductions that have not started yet are started first; if the pass only accumulates gradients,
+        none are started.
         """
         passes, context = self._passes, self._context
         self.reductions.finish(start=not passes.accumulating)

@@ -1,7 +1,8 @@
-"""Takes the outer steps of DiLoCo, in which groups of ranks average the progress that each has made by itself.
+"""Takes the outer steps of DiLoCo, which average the progress of groups of ranks that train by themselves.
 
-With local steps, each group of ranks trains by itself, and an outer step follows after every few optimizer steps.
-:mod:`impl.plan.local_steps` says after which optimizer steps the outer step of a unit is due.
+With local steps, each group of ranks trains by itself.  After every few optimizer steps, an outer step follows: the
+groups average how far their weights have moved since the last outer step, and continue from the same weights.
+:mod:`impl.plan.local_steps` says after which optimizer steps the outer step of a unit (a group of parameters) is due.
 :mod:`impl.unit.outer_step` takes the outer step of one unit.
 """
 
@@ -31,14 +32,15 @@ class LocalSteps:
         self._waiting = False
 
     def reset(self) -> None:
-        """Forget that some optimizers have stepped and others have not, because a load has dropped all gradients."""
+        """Stop waiting for optimizers that have not stepped yet; called after a load, which drops all gradients."""
         self._waiting = False
 
     def stepped(self, step: int, *, first: bool) -> None:
         """Note that an optimizer has stepped; once all optimizers have stepped, take the outer steps that are due.
 
-        A model may have several optimizers, which together step its masters (fp32 weights).  All optimizers
-        count as stepped once each master that has a gradient has been stepped since the last backward pass.
+        A model may have several optimizers, which together step its masters (fp32 weights).  All optimizers have
+        stepped once each master that has a gradient has been stepped since the last backward pass.  In an outer step,
+        the groups of ranks that train by themselves average how far their weights have moved.
 
         Args:
             step: the number of optimizer steps so far.

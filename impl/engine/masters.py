@@ -1,8 +1,9 @@
 """Hands this rank's masters (fp32 weights) to optimizers, computes gradient norms, and keeps the loss scale.
 
-If the policy has a loss scale, as for fp16, the scale is divided out of the mean gradients in the fp32 shards.  A step
-whose gradients overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the gradients: after
-an overflow, the norm is infinite or NaN, whichever codec sent the gradients, and it has the same bits on all ranks.
+If the policy has a loss scale, as for fp16, the mean gradients in the fp32 shards are divided by this scale before a
+step.  A step whose gradients overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the
+gradients: after an overflow, this norm is infinite or NaN, whichever codec has encoded the gradients, and has the same
+bits on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Masters:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return this rank's masters as parameter groups for an optimizer, one dict for each group and device.
+        """Return this rank's masters (fp32 weights) as parameter groups of an optimizer, one dict for each group and
+        device.
 
         ``options`` maps the number of a group to the options of this group, such as ``{0: {"lr": 1e-3}}``.  See
         :meth:`impl.engine.engine.Zero.param_groups`.
@@ -79,7 +81,7 @@ class Masters:
         ]
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the gradients of all masters by ``factor``, in place."""
+        """Multiply the gradients of all masters (fp32 weights) by ``factor``, in place."""
         # The factor on each device, so that a tensor is copied to each device only once.
         factors: dict[torch.device, float | Tensor] = {}
         for gradient in (master.grad for master in self if master.grad is not None):
@@ -92,8 +94,8 @@ class Masters:
         """Compute the global norm of the mean gradient, over the shards of all ranks, as a scalar tensor in fp64.
 
         All ranks must call it, and all get the same bits.  There is one exception: with local steps (DiLoCo) in
-        ``policy``, each group of ranks has a mean gradient and a norm of its own, and only the ranks of one group get
-        the same bits.  ``norm_type`` is the p of the p-norm.
+        ``policy``, each group of ranks trains by itself and has its own mean gradient.  Only the ranks of one group
+        then get the same bits.  ``wire`` sends the ranks' parts of the norm.  ``norm_type`` is the p of the p-norm.
 
         Raises:
             ZeroError: if ``norm_type`` is out of range.  It must be ``inf``, or a number above 0 and at most 8.
@@ -128,7 +130,7 @@ class Masters:
         return norm.sqrt() if power == 2 else norm.pow(1 / power)
 
     def check_complete(self, held: Collection[int]) -> None:
-        """Raise a ZeroError unless the optimizers of ``step()`` hold every master that has a gradient.
+        """Raise a ZeroError if the optimizers of ``step()`` do not hold every master (fp32 weight) that has a gradient.
 
         ``held`` has the :func:`id` of each tensor that these optimizers hold.
         """
@@ -141,7 +143,7 @@ class Masters:
 
     @property
     def unused_gradients(self) -> int:
-        """Number of masters that have a gradient and that no optimizer has stepped since the last backward pass."""
+        """Number of masters (fp32 weights) that have a gradient, but were not stepped since the last backward pass."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
@@ -178,7 +180,7 @@ class Stepped(NamedTuple):
 
 
 class LossScaleError(ArithmeticError):
-    """Gradients overflow although the loss scale is the smallest that the policy allows."""
+    """Raised when gradients overflow although the loss scale is the smallest that the policy allows."""
 
 
 # The loss scale of each backward pass; the keys are the numbers that autograd gives the passes.  If a loss is computed
@@ -193,7 +195,10 @@ def _autograd_pass() -> int:
 
 
 class LossScaler:
-    """The loss scale of one model.  If ``setting`` is None, the scale stays 1 and no step is skipped."""
+    """Holds the loss scale of one model, and adapts it to overflows.
+
+    ``setting`` is the policy's loss scale.  If it is None, the scale stays 1 and no step is skipped.
+    """
 
     def __init__(self, setting: LossScale | None) -> None:
         self._setting = setting
@@ -229,11 +234,13 @@ class LossScaler:
         self._reached = False
 
     def forget(self) -> None:
-        """Set the count of backward passes with an unscaled loss to 0, because their gradients are not used."""
+        """Set the count of backward passes with an unscaled loss to 0, because the gradients of these passes were
+        dropped.
+        """
         self._unscaled, self._reached = 0, False
 
     def check_scaled(self) -> None:
-        """Raise a ZeroError if there were backward passes whose loss was not scaled."""
+        """Raise a ZeroError if a backward pass since the last :meth:`forget` had a loss that was not scaled."""
         if self._unscaled:
             passes = "1 backward pass" if self._unscaled == 1 else f"{self._unscaled} backward passes"
             raise ZeroError(
@@ -295,5 +302,5 @@ class LossScaler:
         return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the numbers that :meth:`state_dict` has returned."""
+        """Set the loss scale and its counters from ``state``, which :meth:`state_dict` has returned."""
         self.scale, self.skipped, self._since = float(state["scale"]), state["skipped"], state["since"]

@@ -62,10 +62,10 @@ class ModuleBuffers:
         )
 
     def _agree_on(self, buffers: Mapping[str, Tensor]) -> None:
-        """Set the layout of the message that each rank sends, until this method is called again.
+        """Set the layout of the message with which each rank sends its buffers, until this method is called again.
 
-        The message has the bytes of all ``buffers``, in their order, and a last byte, by which a rank tells the other
-        ranks whether its buffers still fit this layout.  Without buffers there is no message.
+        The message has the bytes of all ``buffers``, in their order, and one more byte at the end.  By this byte, a
+        rank tells the other ranks whether its buffers still fit the layout.  Without buffers there is no message.
         """
         self._kinds = _kinds(buffers)
         # Bytes of a rank's message, whose last byte may be _CHANGED.  Without buffers there is no message.
@@ -143,8 +143,7 @@ class ModuleBuffers:
 
         - On some rank, shapes or types of buffers have changed since the last :meth:`_agree_on`.  The message of this
           rank has a last byte of 1.
-        - There were no buffers at the last :meth:`_agree_on`.  The ranks then have agreed on no message, and nothing is
-          sent.
+        - There were no buffers at the last :meth:`_agree_on`.  The layout then has no message, so nothing is sent.
         """
         if not self.nbytes:  # all ranks got their first buffers after shard()
             return None
@@ -187,7 +186,7 @@ class ModuleBuffers:
 
 
 def persistent(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers of ``model`` that have elements, by name, in the model's order.
+    """Return the persistent buffers of ``model`` by name, in the model's order; buffers without elements are left out.
 
     A buffer that several modules share is returned once, under its first name.
     """
@@ -255,8 +254,8 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
 def write(buffer: Tensor, values: Tensor) -> None:
     """Write ``values`` to ``buffer`` in place.
 
-    A buffer made by ``expand()`` has a single value in memory along each expanded dimension; this value is written
-    once.
+    Along a dimension that ``expand()`` has made, all elements of a buffer are one value in memory; this value is
+    written once.
     """
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         if buffer.layout is torch.strided:

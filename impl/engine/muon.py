@@ -1,19 +1,19 @@
 """Steps sharded matrices with Muon, and all other parameters with AdamW.
 
-Muon (Jordan et al., 2024; Moonlight, 2502.16982) orthogonalises the momentum of each matrix by Newton-Schulz, for
-which it needs the whole matrix.  Masters, gradients and momentum stay in shards, and the momentum is updated there,
-element by element.  For the orthogonalisation, each matrix has an owner: the rank that gets the whole matrix.
-:mod:`impl.plan.owners` chooses the owners.
+Muon (Jordan et al., 2024; Moonlight, arXiv 2502.16982) orthogonalises the momentum of each matrix by Newton-Schulz
+iterations, which need the whole matrix.  The masters (fp32 weights), the gradients and the momentum stay in shards, and
+each rank updates the momentum of its shards element by element.  For the orthogonalisation, each matrix has an owner:
+the rank that gets the momentum of the whole matrix.  :mod:`impl.plan.owners` chooses the owners.
 
-The list follows a matrix through one step:
+In one step, the following happens to a matrix:
 
-1. *Each rank computes its part of the momentum*, and encodes it in the message to the matrix's owner.
+1. *Each rank computes its part of the momentum*, and encodes this part in the message to the matrix's owner.
 2. *The owner decodes all parts* to their places in one buffer, and orthogonalises the matrix.
 3. *The owner encodes the update* by parts, and each rank subtracts its part from its masters.
 
-The arithmetic is that of ``torch.optim.Muon``.  On one rank, the weights are bit-equal to torch's if messages are in
-fp32 or bf16.  Messages in bf16 do not change the result, because Newton-Schulz itself rounds its input to bf16, and
-returns bf16.
+The arithmetic is that of ``torch.optim.Muon``.  If the model is on one rank and messages are in fp32 or bf16, the
+weights are bit-equal to those of ``torch.optim.Muon``.  Messages in bf16 do not change the result, because
+Newton-Schulz itself rounds its input to bf16, and returns bf16.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    Several modules may share a parameter.  It is returned only if all of these modules are inside blocks, and none of
-    them is an embedding.
+    Several modules may share a parameter.  The parameter's name is returned only if all of these modules are inside
+    blocks, and none of these modules is an embedding.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it
@@ -58,17 +58,20 @@ def hidden_parameters(model: nn.Module) -> set[str]:
 
 
 def hidden_matrices(model: nn.Module) -> GroupOf:
-    """Return a ``group_of`` for :func:`impl.zero.shard` that puts a model's hidden matrices into optimizer group 1.
+    """Return a ``group_of`` function for :func:`impl.zero.shard` that puts a model's hidden matrices into group 1.
+
+    The function takes the name of a parameter and the parameter, and returns the number of an optimizer group: 1 for
+    hidden matrices, which Muon steps, and 0 for all other parameters.
 
     Hidden matrices are the 2-D parameters inside the model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
-    All other parameters are in group 0: vectors, and everything outside of blocks, such as the output head.
+    So group 0 has vectors, embeddings, and all parameters outside of blocks, such as the output head.
     """
     hidden = hidden_parameters(model)
     return lambda name, parameter: MATRICES if name in hidden and len(parameter.shape) == 2 else 0
 
 
 def unknown_argument(kind: type[Optimizer], given: Iterable[str]) -> str | None:
-    """Return an error text for the first name in ``given`` that is no argument of the optimizer's class ``kind``.
+    """Return an error text for the first name in ``given`` that is no argument of the optimizer class ``kind``.
 
     An example is ``'lrr' is no argument of AdamW: use one of ...``.  The caller puts the name of the call before this
     text, such as ``Muon(adamw=...):``.  Returns None if all names are known, or if the class accepts arguments of any
@@ -160,9 +163,10 @@ class WithAdamW(Optimizer):
 
 
 class _Sent(NamedTuple):
-    """This rank's part of a matrix, and where the part is in the messages to and from the matrix's owner.
+    """Says which part of a matrix this rank holds in its shard, and where the part is in messages.
 
-    The part is in this rank's shard.  The owner is the rank that orthogonalises the whole matrix.
+    The matrix's owner, the rank that orthogonalises the whole matrix, gets the part's momentum in one message and sends
+    the part's update in another.
     """
 
     part: Part
@@ -172,7 +176,7 @@ class _Sent(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The parts of one unit's matrices that this rank holds in its shard."""
+    """The parts of one unit's matrices that this rank holds in its shard; a unit is a group of parameters."""
 
     master: nn.Parameter  # (n,) the elements of the unit's matrices in this rank's shard
     start: int  # index in the shard of the first element of ``master``
@@ -180,9 +184,9 @@ class _Held(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One rank's part of a matrix that this rank orthogonalises, and where the part is in the matrix and in messages.
+    """Says where one part of a matrix is in the matrix and in messages; this rank orthogonalises the matrix.
 
-    The *holder* is the rank that has the part in its shard: another rank, or this rank itself.
+    The part's *holder* is the rank that has the part in its shard: another rank, or this rank itself.
     """
 
     holder: int  # index of the rank that holds the part, among the ranks that share one copy of the states
@@ -193,15 +197,15 @@ class _Piece(NamedTuple):
 
 @elementwise  # Muon is not elementwise, but it gets the whole of each matrix from the other ranks' shards
 class Muon(WithAdamW):
-    """Steps the masters of a sharded model: matrices with Muon, all other parameters with AdamW.
+    """Steps the masters (fp32 weights) of a sharded model: matrices with Muon, all other parameters with AdamW.
 
     Shard the model so that its matrices are in an optimizer group of their own::
 
         zero = zeropp.shard(model, policy=policy, group_of=zeropp.hidden_matrices(model))
         optimizer = zeropp.Muon(zero, lr=0.02, momentum=0.95, adamw={"lr": 3e-4})
 
-    All ranks must call ``step()`` together.  The policy's field ``owned`` has the codecs of the messages to and from
-    owners, the ranks that orthogonalise the matrices.
+    All ranks must call ``step()`` together.  Each matrix has an owner, the rank that orthogonalises it.  The policy's
+    field ``owned`` has the codecs of the messages to and from owners.
 
     Args:
         zero: the engine.
@@ -260,9 +264,11 @@ class Muon(WithAdamW):
         zero.units[0].meter.add("owned", self._direction.nbytes + self._whole.nbytes)
 
     def _find_held(self, me: int, group: int) -> list[_Held]:
-        """Return one :class:`_Held` for each unit that has matrices: the parts of its matrices in this rank's shard.
+        """Return which parts of each unit's matrices are in this rank's shard.
 
-        ``me`` is this rank's index among the ranks that share one copy of the states.
+        A unit is a group of parameters.  The list has one entry for each unit with matrices.  ``me`` is this rank's
+        index among the ranks that share one copy of the states.  ``group`` is the number of the optimizer group of the
+        matrices.
         """
         owners, sent = self.owners, dict[int, _Sent]()
         for owner in range(owners.axis.size):
@@ -327,10 +333,11 @@ class Muon(WithAdamW):
     def _send_momentum(self, held: _Held, options: Mapping[str, Any], messages: Tensor) -> None:
         """Update the momentum of one unit's matrices, and encode it for the ranks that orthogonalise the matrices.
 
-        ``held`` has the parts of the matrices in this rank's shard.  Each part is written to its place in ``messages``,
-        the buffer of all messages from this rank to the matrices' owners.  With Nesterov momentum, the message has the
-        gradient mixed with the momentum.  If the masters have no gradient, their momentum stays as it is, and zeros are
-        sent, since the owners expect a message.
+        A unit is a group of parameters.  ``held`` has the parts of its matrices in this rank's shard.  ``messages`` is
+        the buffer of all messages from this rank to the matrices' owners (the ranks that orthogonalise them); the
+        momentum of each part is encoded to its place in this buffer.  With Nesterov momentum, the message has the
+        gradient mixed with the momentum.  If the masters (fp32 weights) have no gradient, their momentum does not
+        change, and zeros are sent, since the owners expect a message.  ``options`` are Muon's options.
         """
         gradient = held.master.grad
         if gradient is None:
@@ -357,14 +364,14 @@ class Muon(WithAdamW):
         momentum: Sequence[Tensor],
         messages: Tensor,
     ) -> None:
-        """Orthogonalise a matrix that this rank owns, and encode the result in ``messages`` for the matrix's holders.
+        """Orthogonalise the momentum of one matrix, and encode the result in ``messages`` for the ranks with its parts.
 
         Args:
             matrix: the matrix.
-            pieces: the matrix's parts, each with its holder: the rank that has the part in its shard.
+            pieces: the matrix's parts, each with its holder (the rank that has the part in its shard).
             options: Muon's options.
-            momentum: the messages that this rank has received, with encoded parts of the momentum.  Each is at the
-                index of the holder that has sent it.
+            momentum: the messages that this rank has received, with encoded parts of the momentum.  Each message is at
+                the index of the holder that has sent it.
             messages: the buffer of all messages from this rank to holders.
         """
         whole = self._whole[: matrix.slot.spec.numel]
@@ -381,6 +388,8 @@ class Muon(WithAdamW):
 
     def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
         """Step the fp32 weights of one unit's matrices in this rank's shard: weight decay, then Muon's update.
+
+        A unit is a group of parameters.
 
         Args:
             held: the parts of the unit's matrices that this rank holds.  If they have no gradient, nothing is done.

@@ -45,7 +45,10 @@ class _Lost:
 
 
 class Narrowing:
-    """Casts tensors to ``dtype``, one after the other, and counts the values that are lost."""
+    """Casts tensors to ``dtype``, one after the other, and counts the values that are lost.
+
+    A value is lost if it is finite but beyond the type's largest value, or if it is not 0 and becomes 0.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, info = dtype, torch.finfo(dtype)
@@ -93,7 +96,8 @@ class Narrowing:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return lines of text that name the tensors with lost values, and the tensors that were not finite.
+        """Return lines of text that name the tensors with lost values, and the tensors with values that were not
+        finite.
 
         There are at most three lines: on finite values that overflowed, on values that became 0, and on values that
         were infinite or NaN before the cast.  A line without tensors is left out.

@@ -1,10 +1,10 @@
 """Watches all torch optimizers of this process, so that engines learn when their masters are stepped.
 
 An engine's masters are its rank's fp32 shards of the parameters; an optimizer steps the masters, not the parameters.
-The version counters of tensors do not show a step, because fused AdamW does not increment them.  Therefore hooks run
-before and after every optimizer's step.  The hooks find the engines whose masters the optimizer holds, and report the
-step to these engines.  They refuse an optimizer that is not elementwise: one that does not step each element of a
-tensor independently of the other elements.
+An engine cannot detect a step by the version counters of its masters, because fused AdamW does not increment them.
+Therefore hooks run before and after every optimizer's step.  The hooks find the engines whose masters the optimizer
+holds, and report the step to these engines.  The hooks also refuse an optimizer that is not elementwise: an optimizer
+that does not step each element of a tensor independently of the other elements.
 
 Some functions of torch would treat one rank's masters as if they were the whole model: ``clip_grad_norm_()``,
 ``GradScaler`` and the loading of a state dict of another layout.  Each of these functions is replaced by a guard, which
@@ -53,7 +53,7 @@ _lock = threading.RLock()
 
 
 def watch_optimizers(engine: Any) -> None:
-    """Register ``engine``, so that each step of an optimizer that holds the engine's masters is reported to it."""
+    """Register ``engine``, so that it learns of each step of an optimizer that holds its masters (fp32 weights)."""
     with _lock:
         _engines[current()][next(_numbers)] = engine
         _watch()
@@ -72,7 +72,7 @@ def engines() -> list[Any]:
 
 
 def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
-    """Return the live engines whose masters the optimizers hold, in the order of their creation.
+    """Return the existing engines whose masters (fp32 weights) the optimizers hold, in the order of their creation.
 
     Raises:
         ZeroError: for an object that is no ``torch.optim.Optimizer``.
@@ -109,8 +109,8 @@ _STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__
 def _watch() -> None:
     """Install hooks on the steps of all optimizers, and replace some functions of torch by guards.
 
-    A guard raises an error if it gets masters, and otherwise calls the function of torch that it replaces.  Hooks and
-    guards that are installed already are not installed again.
+    A guard raises an error if it gets masters (a rank's fp32 weights), and otherwise calls the function of torch that
+    it replaces.  Hooks and guards that are installed already are not installed a second time.
     """
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -132,9 +132,9 @@ def _watch() -> None:
 def _release() -> None:
     """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
-    Nothing is removed while a thread is inside an optimizer's step.  If other code has meanwhile replaced a guard by a
-    function of its own, the guard stays, because that function may call it.  Without engines, a guard passes all calls
-    on to torch.
+    Nothing is removed while a thread is inside an optimizer's step.  If other code has meanwhile replaced a guard by
+    another function, the guard stays, because this function may call the guard.  Without engines, a guard passes all
+    calls on to torch.
     """
     with _lock:
         for rank in [rank for rank, each in _engines.items() if not list(each.values())]:
@@ -153,7 +153,8 @@ def _stepping() -> bool:
     """Return whether any thread is inside an optimizer's step.
 
     During a step, torch iterates over the hooks, and would fail if a hook were removed.  A garbage collection during
-    the step may delete the last engine, and so call :func:`_release`, which must not remove the hooks then.
+    the step may delete the last engine.  This deletion calls :func:`_release`, which must not remove the hooks before
+    the step has ended.
     """
     for frame in sys._current_frames().values():  # noqa: SLF001  # documented in spite of its name
         inner: FrameType | None = frame
@@ -218,7 +219,8 @@ def _guard_loading(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise a ZeroError if a tensor in ``state_dict`` does not have the size of the master to which it belongs.
+    """Raise a ZeroError if a tensor in ``state_dict`` does not have the size of the master (fp32 weights) to which it
+    belongs.
 
     A fused optimizer step with such a tensor would read and write past the end of the tensor.
     """
@@ -245,7 +247,9 @@ def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
-    """Return the :func:`id` of an optimizer's tensors, and the engines that have masters among them.
+    """Return (ids, engines): the :func:`id` of an optimizer's tensors, and the engines whose masters are among them.
+
+    Masters are the fp32 weights of a rank's shards.
 
     Raises:
         ZeroError: if the optimizer holds parameters of a sharded model instead of masters.
@@ -272,7 +276,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
-    """Raise a ZeroError unless ``optimizer`` is elementwise: each element is stepped independently of all others.
+    """Raise a ZeroError if ``optimizer`` is not elementwise: if it does not step each element independently of others.
 
     An optimizer is tested at its first step, and again whenever an option that is a boolean or a text has changed.
     ``closure`` says whether the steps are called with a closure.

@@ -1,16 +1,17 @@
 """Handles uses of weights that the hooks on modules do not see: by other modules, and in autograd's graph.
 
 [Note: saved tensors]
-A unit is a group of parameters.  Hooks on modules gather and reshard units, but these hooks miss some uses of weights:
-for example when a block is applied twice in a row, when a block returns an object that hides its output tensors, or
-when a weight is detached.  A saved-tensor hook of autograd handles the missed uses.  When autograd saves a tensor that
-lies in a unit's flat buffer (P,), the hook keeps no memory of the tensor.  It keeps the place of the tensor in the
-buffer (:data:`~impl.unit.flat_buffer.View`), and the version of the weights.  When backward needs the tensor, a second
-hook gathers the unit, unless the unit is gathered already.  A use that the hooks on modules have missed thus costs
-time, but is never an error.
+A unit is a group of parameters.  Hooks on modules gather units and free them again, but these hooks miss some
+uses of weights: for example when a block is applied twice in a row, when a block returns an object that hides its
+output tensors, or when a weight is detached.  A saved-tensor hook of autograd handles the missed uses.  A unit's
+gathered weights are in its flat buffer (P,).  When autograd saves a tensor that lies in a flat buffer, the hook does
+not keep the tensor's memory.  The hook keeps only the place of the tensor in the buffer
+(:data:`~impl.unit.flat_buffer.View`), and the version of the weights.  When backward needs the tensor, a second hook
+gathers the unit if the unit is not gathered already.  A use that the hooks on modules have missed thus costs time, but
+is never an error.
 
-Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, the last ones
-are the engine's hooks.  Hooks that the user has entered earlier are then not called by torch, but by the engine:
+Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, these are the
+engine's hooks.  If the user has entered hooks earlier, the engine calls them in place of torch:
 
 - The engine's hooks pass every tensor that is not a weight on to the user's hooks.
 - They do not pass weights on, since the user's ``save_on_cpu()`` would then copy the whole model.
@@ -43,9 +44,11 @@ from impl.unit.unit import Unit
 
 
 def register(module: nn.Module, unit: Unit) -> None:
-    """Register hooks that gather ``unit`` before each forward pass of ``module``, and reshard it after the pass.
+    """Register hooks that gather ``unit`` before each forward pass of ``module``, and free its weights after the pass.
 
-    A pass that finds the unit gathered already, or being gathered, neither gathers nor reshards it.
+    A unit is a group of parameters that are gathered together; ``module`` uses some of these parameters, although
+    another module holds them.  If the unit is gathered already when a pass begins, or is being gathered, the hooks do
+    nothing in this pass.
     """
     gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 
@@ -79,8 +82,9 @@ def weights_in(units: Sequence[Unit]) -> Special:
     The function's arguments are the tensor, and the index of the unit whose weights were last gathered at the tensor's
     address.  Its result depends on the tensor:
 
-    - A view of weights that are gathered now: autograd keeps no memory, but only the unit, the version of its weights,
-      and the view's shape, strides and offset.  Backward gathers the weights again if necessary.
+    - A view of weights that are gathered now: autograd keeps no memory, but only the unit (group of parameters), the
+      version of its weights, and the view's shape, strides and offset.  Backward gathers the weights again if
+      necessary.
     - A view of such weights that has another type, or that torch conjugates or negates when it is read: autograd keeps
       a copy.
     - Any other tensor: the function returns None, and autograd saves the tensor as usual.
@@ -102,8 +106,9 @@ def weights_in(units: Sequence[Unit]) -> Special:
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
     """Return a view of ``unit``'s weights that autograd has saved; gather the weights first if necessary.
 
-    ``view`` is the shape, strides and offset of the saved tensor in the unit's flat buffer.  ``version`` is the version
-    that the weights had when autograd saved the tensor.
+    A unit is a group of parameters, whose gathered weights are in one flat buffer.  ``view`` is the shape, strides and
+    offset of the saved tensor in the unit's flat buffer.  ``version`` is the version that the weights had when autograd
+    saved the tensor.
 
     Raises:
         ZeroError: if the weights have changed since then.
@@ -118,7 +123,7 @@ def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
 
 
 def _as_it_was(tensor: Tensor, version: int) -> Tensor:
-    """Return the saved ``tensor``; raise a ZeroError if it was changed in place after autograd saved it.
+    """Return the saved ``tensor``; raise a ZeroError if the tensor was changed in place after autograd saved it.
 
     ``version`` is torch's version counter of the tensor at the time when autograd saved it.  The check is made here,
     because torch itself makes it only if no saved-tensor hooks are installed.
@@ -132,10 +137,10 @@ def _as_it_was(tensor: Tensor, version: int) -> Tensor:
 
 
 class _Constant:
-    """A tensor that autograd has saved and that needs no gradient, such as a view of a module's buffer.
+    """Stands for a tensor that autograd has saved and that needs no gradient, such as a view of a module's buffer.
 
-    ``packed`` is what the engine keeps in place of the tensor.  :meth:`SavedTensors.spare` replaces it by a copy before
-    the buffer is overwritten.
+    ``packed`` is a function that returns the tensor, and the function's arguments.  Before the buffer is overwritten,
+    :meth:`SavedTensors.spare` replaces the tensor in ``packed`` by a copy.
     """
 
     __slots__ = ("__weakref__", "packed")
@@ -161,7 +166,7 @@ def _module(hook: Callable[..., Any]) -> str | None:
 
 
 class SavedTensors:
-    """The engine's saved-tensor hooks; see [Note: saved tensors].
+    """Installs the engine's saved-tensor hooks, and decides what autograd keeps; see [Note: saved tensors].
 
     The list ``calls`` has one entry for each running call of a hooked module.  When a module's call begins, a hook on
     the module appends the entry ``NOTHING``, which says that this call has not installed the saved-tensor hooks.  The
@@ -175,8 +180,8 @@ class SavedTensors:
         special: a function that decides what autograd keeps in place of a saved tensor.  It is called only for a tensor
             whose memory begins at an address in ``places``.  Its arguments are the tensor, and the value that
             ``places`` has for the address.  It returns None to save the tensor as usual.
-        places: maps addresses of memory to values for ``special``, such as the index of the unit whose weights lie
-            there.
+        places: maps addresses of memory to values for ``special``, such as the index of the unit (group of parameters)
+            whose weights lie there.
     """
 
     def __init__(self, special: Special, places: Mapping[int, Any]) -> None:
@@ -203,8 +208,8 @@ class SavedTensors:
           weights included: they number the tensors of the forward pass, to find them again in the recomputation.
 
         Args:
-            needed: whether to raise an error if saved-tensor hooks are disabled in torch.  If False, nothing is done
-                then.
+            needed: whether to raise an error if saved-tensor hooks are disabled in torch.  If False, the method does
+                nothing in this case.
 
         Raises:
             ZeroError: if saved-tensor hooks are disabled and ``needed`` is True.
@@ -250,16 +255,16 @@ class SavedTensors:
             self._users = users
 
     def leave_all(self) -> None:
-        """End all running calls of hooked modules, because they were interrupted."""
+        """End all running calls of hooked modules (:attr:`calls`), because an error has interrupted these calls."""
         while self.calls:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
         """Replace saved tensors by copies, before their memory is overwritten.
 
-        A saved tensor is replaced if it needs no gradient, and if its memory begins at one of the addresses
-        ``memories``.  Call this, for example, before a buffer gets new values.  Autograd's graphs then keep the values
-        that their forward passes used.
+        Call this, for example, before a buffer gets new values.  Autograd's graphs then keep the values that their
+        forward passes used.  A saved tensor is replaced if it needs no gradient, and if its memory begins at one of the
+        addresses ``memories``.
         """
         copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -283,7 +288,7 @@ class SavedTensors:
                 constant.packed = unpack, copy, copy._version  # noqa: SLF001
 
     def _pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of ``tensor``: a function that restores it, and the function's arguments.
+        """Return what autograd keeps in place of ``tensor``: a function that returns the tensor, and its arguments.
 
         Autograd calls this method for each tensor that it saves.
         """

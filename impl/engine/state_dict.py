@@ -152,8 +152,8 @@ def full_state_dict(
         dtype: the type of the parameters in the result.
         allow_overflow: whether a finite value that is too large for ``dtype`` may become infinite.
         device: the device of the result.
-        keep: whether this rank returns the state dict.  If False, it only takes part in the gathers, and returns an
-            empty dict.
+        keep: whether this rank returns the state dict.  If False, the rank only takes part in the gathers, and the
+            result is an empty dict.
 
     Raises:
         ZeroError: on all ranks, if finite values would become infinite and ``allow_overflow`` is False.
@@ -178,11 +178,12 @@ def full_state_dict(
 def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
     """Gather the parameters of ``unit``, cast them with ``narrowing``, and return a copy of each on ``device``.
 
-    The result is a dict with one entry for each parameter.  The key is the :func:`id` of the object that modules hold
-    as this parameter now, and the value is the copy.  If ``device`` is None, the dict is empty.
+    A unit is a group of parameters that are gathered together.  The result is a dict with one entry for each parameter.
+    The key is the :func:`id` of the object that modules hold as this parameter now, and the value is the copy.  If
+    ``device`` is None, the dict is empty.
 
-    All ranks must call this.  Ranks with ``device=None`` cast too: ``narrowing`` counts the values that overflow, and
-    with equal counts all ranks raise the same error.
+    All ranks must call this.  Ranks with ``device=None`` cast too, so that ``narrowing`` counts the same overflows on
+    all ranks, and all ranks raise the same error.
     """
     whole = {}
     for visible, slot, values in zip(
@@ -203,7 +204,7 @@ def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
     Args:
         model: the model.
-        units: the model's units, which are gathered one after the other.
+        units: the model's units, groups of parameters that are gathered one after the other.
         state: the state dict of the model, or of a larger module that has the model as a submodule.
         prefix: the beginning of the names of the model's entries in ``state``.  It is the path of the model in the
             larger module, with a dot at its end, or empty.
@@ -225,7 +226,7 @@ def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
     """Overwrite the weights and buffers of a sharded ``model`` with the ``state`` dict of the unsharded model.
 
-    A tied parameter may be given under any one of its names.
+    For a tied parameter, which has several names, ``state`` needs only one of these names.
 
     Raises:
         ZeroError: before anything is changed, if an entry does not fit;
@@ -250,8 +251,8 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
     Returns:
         The names of the loaded entries, each with ``prefix`` before it.  For a tied parameter all its names are
-        returned, even if ``state`` has only one of them.  If the value of an entry is the model's own parameter or
-        buffer, nothing is written, and the entry counts as loaded.
+        returned, even if ``state`` has only one of them.  If the value of an entry is the very parameter or buffer that
+        the model holds, nothing is written, and the entry counts as loaded.
 
     Raises:
         ZeroError: before anything is changed, if a value does not fit its parameter or buffer.
@@ -282,7 +283,7 @@ def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[
 
 
 def _load(model: nn.Module, units: Sequence[Unit], held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Load the entries ``given`` into the model.  ``held`` is the model's state dict, with all names of ``given``.
+    """Load the entries ``given`` into the model.  ``held`` is the model's state dict, which has all names in ``given``.
 
     Raises:
         ZeroError: before anything is changed, if an entry cannot be loaded.

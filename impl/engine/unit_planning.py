@@ -28,7 +28,8 @@ GroupOf = Callable[[str, nn.Parameter], int]
 class Draft(NamedTuple):
     """A unit before its memory layout is computed: a module, and the parameters that are gathered for this module.
 
-    The parameters are in the order in which they will lie in memory.
+    A unit is a group of parameters that are gathered and reduced together.  The parameters are in the order that they
+    have in the unit's memory.
     """
 
     name: str
@@ -52,8 +53,9 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
             children, and a larger child by its own children, until each has at most ``most`` elements or cannot be
             divided.  An ``nn.MultiheadAttention`` is not divided.
 
-            The limit holds also for parameters outside of all blocks.  If these have more than ``most`` elements in
-            total, the largest modules that contain no block become blocks too, and are divided in the same way.
+            The limit holds also for parameters outside of all blocks.  If these parameters have more than ``most``
+            elements in total, the largest modules that contain no block become blocks too, and are divided in the same
+            way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -83,9 +85,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield, in model order, the ``blocks`` inside ``module``, and the outermost modules between these blocks.
+    """Yield, in model order, the ``blocks`` inside ``module``, and the largest other modules that contain no block.
 
-    A module between the blocks has parameters, is in no block and contains no block.  ``module`` itself is not yielded.
+    These other modules are inside ``module``, have parameters and are in no block.
     """
     for child in _called(module):
         if child in blocks or blocks.isdisjoint(child.modules()):
@@ -95,7 +97,7 @@ def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterato
 
 
 def _cut(module: nn.Module, most: int) -> list[nn.Module]:
-    """Return a list with ``module`` itself, or with its parts if its parameters have more than ``most`` elements.
+    """Return a list with ``module`` itself or, if its parameters have more than ``most`` elements, with its parts.
 
     The parts are the module's children that have parameters.  A child with more than ``most`` elements is divided in
     the same way.  A module without such children is not divided, and neither is an ``nn.MultiheadAttention``.
@@ -132,9 +134,9 @@ def check_shapes(model: nn.Module) -> None:
 def drafts_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
-    """Assign every parameter of the model to exactly one unit, and return a draft of each unit.
+    """Assign every parameter of the model to exactly one unit, and return a :class:`Draft` of each unit.
 
-    The rules are:
+    A unit is a group of parameters that are gathered and reduced together.  The rules are:
 
     - A parameter that only one block holds belongs to the unit of this block.
     - All other parameters belong to the root's unit: those outside of all blocks, and those that a block shares with
@@ -150,7 +152,7 @@ def drafts_of(
         blocks: the modules that become units; None for those that :func:`find_blocks` finds.
         group_of: a function of a parameter's name and the parameter, which returns the number of the parameter's
             optimizer group; None to put all parameters into group 0.
-        policy: the policy with the limits.
+        policy: the policy, which has the limits and the compute type.
 
     Raises:
         ZeroError: in each of these cases:
@@ -235,7 +237,7 @@ def plan_units(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
-    """Return the layouts of the units that :func:`impl.zero.shard` would make, in the order of ``Zero.units``.
+    """Return the layouts of the units that :func:`impl.zero.shard` makes from the same arguments, in the same order.
 
     A unit is a group of parameters that are gathered and reduced together.  Its layout says where each parameter and
     each rank's shard lie in the unit's memory.  Nothing is sent, and the model is not changed.

@@ -131,7 +131,7 @@ class _Values(ABC):
 
 
 class Weights(_Values):
-    """A parameter's weights, read from the masters and written to them.
+    """Reads and writes a parameter's weights in the masters: the fp32 weights of the ranks' shards.
 
     If the policy's field ``frozen`` names a codec, frozen weights are stored in this codec.  Reading then decodes them,
     and writing encodes the new values.
@@ -146,7 +146,8 @@ class Weights(_Values):
 
 
 class Gradient(_Values):
-    """A parameter's gradient for the next optimizer step: the mean over ranks, summed over micro-batches.
+    """Reads and writes a parameter's gradient for the next optimizer step: the mean over ranks, summed over
+    micro-batches.
 
     Raises a ZeroError in each of these cases: the parameter is frozen; the last backward pass failed; this rank has
     added up gradients locally (``zero.accumulating()``), and they are not reduced yet.
@@ -167,10 +168,10 @@ class Gradient(_Values):
 
 
 class OptimizerState(_Values):
-    """The state ``key`` (such as ``exp_avg``) that ``optimizer`` keeps for a parameter.
+    """Reads and writes the state ``key`` (such as ``exp_avg``) that ``optimizer`` keeps for a parameter.
 
-    Raises a ZeroError if the parameter is frozen, or if the optimizer has no such state for it.  In the second case,
-    the message names the states that the optimizer has.
+    Raises a ZeroError if the parameter is frozen, or if the optimizer has no such state of the parameter.  In the
+    second case, the message names the states that the optimizer has.
     """
 
     def __init__(self, zero: Zero, which: Which, optimizer: Optimizer, key: str) -> None:

@@ -1,9 +1,10 @@
 """Handles external parameters, which a module uses although another module holds them.
 
-Most external parameters need no call: if a parameter is used in a forward pass while it is sharded, it is gathered at
-that moment, together with the other parameters of its unit, and stays gathered to the end of the forward pass.  If the
-parameter is registered (:func:`register_external_parameter`), its unit is gathered before the module that uses it runs,
-and resharded right afterwards.
+Most external parameters need no call.  If a forward pass uses a parameter while it is sharded, the parameter is
+gathered at that moment, together with the other parameters of its unit (a group of parameters such as those of a
+block), and stays gathered to the end of the forward pass.  If the parameter is registered
+(:func:`register_external_parameter`), its unit is gathered before the module that uses the parameter runs, and freed
+right afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDict
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses another module's ``parameter`` in its forward pass.
 
-    The parameter is then gathered before each forward pass of ``module``, together with the other parameters of its
-    unit, and resharded after the pass.  The function may be called before or after the model is sharded.  If it was
-    called before, and the model does not have the parameter, ``shard()`` raises a ZeroError.
+    Before each forward pass of ``module``, the parameter is then gathered, together with all parameters of its unit (a
+    group of parameters such as those of a block).  After the pass, their gathered values are freed.  The function may
+    be called before or after the model is sharded.  If it was called before, and the model does not have the parameter,
+    ``shard()`` raises a ZeroError.
     """
     if (owner := find(parameter)) is not None:
         register(module, owner.unit)
@@ -60,7 +62,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield (module, parameter) for each external parameter that was registered for a module of ``model``.
 
-    The registrations are forgotten, so that a second call yields nothing.
+    An external parameter is one that the module uses although another module holds it.  Only parameters that were
+    registered before the model was sharded are yielded.  The registrations are forgotten, so that a second call yields
+    nothing.
     """
     for module in model.modules():
         for parameter in _registered.pop(module, ()):

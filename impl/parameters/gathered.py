@@ -1,4 +1,4 @@
-"""Defines GatheredParameters, a context that shows sharded parameters whole, to read or to change them.
+"""Defines GatheredParameters, a context in which the whole values of sharded parameters can be read and changed.
 
 On entering, each parameter is gathered in fp32, cast to its own type and put into the modules that hold it.  On
 leaving, the ranks check that they have the same list of parameters, and find out which values were changed.  Then each
@@ -38,9 +38,9 @@ _REASON_BYTES: Final = 1024  # size of the message with a reason; a longer reaso
 class GatheredParameters:
     """Context in which sharded parameters have their whole values, in their own type, in all modules that hold them.
 
-    All ranks must enter it.  Afterwards, all ranks have the values that rank ``modifier_rank`` wrote; writes of
-    other ranks are discarded.  An element that was not changed keeps its fp32 value bit for bit, even if the parameter
-    itself is in bf16 or fp16.
+    All ranks must enter it.  After the context, all ranks have the values that rank ``modifier_rank`` has written;
+    writes of other ranks are discarded.  The optimizer steps fp32 copies of parameters.  If an element was not changed,
+    its fp32 value stays bit for bit, even if the parameter itself is in bf16 or fp16.
 
     The context can be used on sharded models outside of passes, on models made under
     :class:`~impl.parameters.init.Init` before they are sharded, and inside ``Init``.  Outside of ``Init``, it does
@@ -146,8 +146,8 @@ class GatheredParameters:
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
         """Free the whole values of all parameters, and write back new values if there are any.
 
-        ``parts`` has, for each parameter in order, the new values of the elements in this rank's shard.  Where it has
-        None or no entry, the old values stay.
+        ``parts`` has, for each parameter in order, the new values of the elements in this rank's shard.  If the entry
+        of a parameter is None or is missing, the parameter's old values stay.
         """
         self._saved.leave()
         self._places.clear()
@@ -178,8 +178,8 @@ class _Place(abc.ABC):
     def reason(self) -> str:
         """Return why the values that the user has left in the parameter cannot be written back; empty if they can.
 
-        They cannot if the parameter was given another shape, type or device, or if its memory was freed.  A parameter
-        of a sharded model must also still be in its module.
+        They cannot be written back if the parameter was given another shape, type or device, or if its memory was
+        freed.  A parameter of a sharded model must also still be in its module.
         """
         data, memory = self.shown, self._memory
         if data.shape != memory.shape:
@@ -204,10 +204,10 @@ class _Place(abc.ABC):
         """
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of ``tensor``: a function that returns it, and the function's arguments.
+        """Return what autograd keeps in place of ``tensor``: a function that returns the tensor, and its arguments.
 
         ``tensor`` is a view of the parameter's whole values.  A backward pass that needs ``tensor`` calls the function.
-        The function raises a ZeroError if the context has been left by then, or if the values have been changed.
+        If the context has been left by then, or the values have been changed, the function raises a ZeroError.
         """
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
@@ -251,7 +251,9 @@ class _Place(abc.ABC):
 
 
 class _Sharded(_Place):
-    """A parameter of a sharded model, whose values come from the masters and go back to them."""
+    """A parameter of a sharded model: its values come from the masters (fp32 weights in shards) and go back to the
+    masters.
+    """
 
     _resize = "resize it before shard(), or load full_state_dict(), with this entry resized, into a new model"
 
@@ -355,7 +357,7 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Return a :class:`_Place` for each parameter, the object that gathers it and writes new values back.
+    """Return a :class:`_Place` for each parameter: an object that gathers the parameter and writes new values back.
 
     Outside of Init, parameters that are neither sharded nor made under Init are left out.
 
@@ -383,8 +385,8 @@ def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters as a list, each once.
 
     Raises:
-        ZeroError: if ``parameters`` is a string, a dict or a module, or is not iterable.  Also if an element is no
-            tensor.  Whether a tensor is a parameter is not checked.
+        ZeroError: if ``parameters`` is a string, a dict or a module, if it is not iterable, or if an element is no
+            tensor.  Tensors that are no parameters are accepted.
     """
     listed: dict[int, nn.Parameter] = {}
     if isinstance(parameters, str | dict | nn.Module) or not isinstance(parameters, Iterable):
@@ -460,6 +462,6 @@ def _layout(values: Tensor) -> tuple[object, ...]:
 
 
 def _mark(values: Tensor) -> bytes:
-    """Return a 128-bit hash of the bits of ``values``."""
+    """Return a 128-bit hash of the bits of ``values``; a changed hash shows that the values were changed."""
     bits = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(bits.data, digest_size=16).digest()

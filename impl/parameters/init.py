@@ -30,7 +30,7 @@ WHOLE_BELOW: Final = 1024  # elements; cutting a smaller parameter would save ne
 
 
 class Init:
-    """Context in which a module's parameters are cut to this rank's slices as soon as its constructor returns.
+    """Context in which each module's parameters are cut to this rank's slices as soon as the module is constructed.
 
     While a constructor runs, the parameters of its module are whole.  All ranks must construct the same modules.
 
@@ -126,7 +126,8 @@ class Init:
 
     @contextlib.contextmanager
     def constructing(self, module: nn.Module) -> Iterator[None]:
-        """Context around a constructor call for ``module``; cuts the module's parameters when the call returns.
+        """Context around a constructor call for ``module``; cuts the module's parameters to slices when the call
+        returns.
 
         Nothing is cut in two cases:
 
@@ -179,9 +180,9 @@ class Init:
     def gather(self, cuts: Sequence[Cut]) -> None:
         """Gather the whole values of ``cuts``; a cut is a group of parameters of which each rank holds a slice.
 
-        First, all other cuts that are gathered now are freed, so that the rank has only its slices of them.  Such a cut
-        is not freed if views of its values still exist, or if one of its parameters is in an open GatheredParameters
-        context.
+        First, the whole values of all other cuts that are gathered now are freed, so that the rank has only its slices
+        of these values.  A cut is not freed if views of its values still exist, or if one of its parameters is in an
+        open GatheredParameters context.
         """
         self._settle(cuts)
         for cut in cuts:
@@ -225,7 +226,7 @@ class Init:
 
 
 def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
-    """Return the device that ``remote_device`` names; None if it names none, so that the mesh's device is used.
+    """Return the device that ``remote_device`` names; None for None and "none", so that the mesh's device is used.
 
     Raises:
         ZeroError: for "nvme", since values are kept in memory only.
@@ -294,12 +295,15 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _initialise(
     module: nn.Module, name: str, device: torch.device, initialise: Callable[[nn.Module], None] | None
 ) -> None:
-    """Initialise the module's own parameters and buffers that are on the meta device, after moving them to ``device``.
+    """Move the module's parameters and buffers from the meta device to ``device``, and initialise them.
 
-    The parameters and buffers stay the same objects.  To find elements that get no value, all bits are set to ones
-    before the initialisation runs, and elements that still have only ones afterwards are reported.  As a floating-point
-    number, these bits are a NaN that no arithmetic produces.  As an integer, they may be a real value such as -1, so
-    integers are reported only if nothing was written to the tensor.
+    Parameters and buffers of submodules, and those that have values already, are left alone.  The parameters and
+    buffers stay the same objects.
+
+    To find elements that get no value, all bits are set to ones before the initialisation runs.  An element whose bits
+    are all ones afterwards counts as left out.  As a floating-point number, these bits are a NaN that no arithmetic
+    produces.  As an integer, they may be a real value such as -1, so integers count as left out only if nothing was
+    written to the tensor.
 
     Args:
         module: the module.
@@ -361,7 +365,7 @@ _inside: list[None] = []  # one element for each Init that a thread is inside
 
 
 def active() -> Init | None:
-    """Return the Init that this thread is inside; None if there is none."""
+    """Return the :class:`Init` whose context this thread is inside; None if there is none."""
     return getattr(_thread, "init", None)
 
 

@@ -3,8 +3,8 @@
 Ranks compare the values of their policies (:func:`impl.policy.setting.texts`), a checksum of each parameter
 (:func:`sums`), and the shapes and types of buffers.  If :class:`~impl.parameters.init.Init` has cut a parameter to
 slices, each rank has only its slice.  The checksum of such a parameter was computed from the whole values, before the
-cut.  The ranks exchange all this through the store of their rendezvous.  They do not send it through the wire, which
-would count the bytes as traffic.
+cut.  The ranks exchange these values through the key-value store of their rendezvous, and not through the wire, which
+sends all other messages and would count the bytes as traffic of training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_same_start(
     buffers through the key-value store of their rendezvous.  If they have no store, nothing is compared.
 
     Args:
-        wire: the wire of the ranks.
+        wire: the object through which the ranks send messages.
         policy: the policy of this rank.
         parameters: the model's parameters by name.  Parameters without values, or with only this rank's slice of the
             values, are ignored.
@@ -68,7 +68,7 @@ def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return, by name, a checksum of each parameter of which this rank has the whole values.
 
     The bits of each element are read as an integer, and the checksum is the sum of these integers.  So parameters with
-    equal values have equal checksums.
+    equal bits have equal checksums, and ranks can compare their parameters by checksums.
     """
     integers = {
         name: parameter.detach()

@@ -1,8 +1,9 @@
 """Holds parameters that Init has cut before their model is sharded: each rank has only its slice.
 
 A :class:`Cut` is a group of parameters, such as those of a block, of which each rank holds one slice.  When the model
-is sharded, :func:`take_over` gives the slices to the engine.  This needs no message if :func:`impl.zero.shard` lays the
-same parameters out in the same way.  Otherwise ``take_over`` gathers one parameter after the other and cuts each again.
+is sharded, :func:`take_over` makes the engine's shards from the slices.  If :func:`impl.zero.shard` lays the same
+parameters out in the same way, no message is sent.  If not, ``take_over`` gathers one parameter after the other and
+cuts each again.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Cut:
         policy: the policy that the model will be sharded with.
         mesh: the ranks.
         wire: a function that is called when values are gathered, and returns the object that sends the messages.
-        on_use: a function that is called when an operation uses a parameter of this cut.  Its arguments are this cut,
-            a list of all cuts that the operation uses, and the parameter's name.  It gathers the values, or raises an
-            error.
+        on_use: a function that is called when an operation uses a parameter of this cut.  Its arguments are this cut, a
+            list of all cuts that the operation uses, and the parameter's name.  The function gathers the values, or
+            raises an error.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class Cut:
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """The parameters in the order of the layout; None in place of a parameter that no longer exists."""
+        """The parameters in the order that they have in the slice; None for a parameter that no longer exists."""
         return [reference() for reference in self._parameters]
 
     def number(self, parameter: Tensor) -> int:
-        """Return the index of ``parameter``, which must belong to this cut, among the cut's parameters."""
+        """Return the index of ``parameter`` among the parameters of this cut; the parameter must be one of these."""
         return [other is parameter for other in self.parameters].index(True)
 
     def cut(self) -> None:
-        """Keep this rank's slice of the present values, and free the rest.
+        """Keep this rank's slice of the parameters' present values, and free all other values.
 
         Raises:
-            ZeroError: if a parameter's shape has changed since the first cut.
+            ZeroError: if a parameter's shape has changed since the first call.
         """
         parameters, values = self.parameters, []
         for parameter, slot in zip(parameters, self.geometry.slots, strict=True):
@@ -117,7 +118,7 @@ class Cut:
         self.whole = False
 
     def gather(self) -> None:
-        """Gather the whole values of all parameters of this cut, and put them into the parameters.
+        """Gather the whole values of all parameters of this cut, and give each parameter its values.
 
         All ranks that together hold one copy of the parameters must call it.
         """
@@ -136,7 +137,8 @@ class Cut:
 
         The parameter object is not changed.  All ranks that together hold one copy of the parameters must call it.
 
-        ``part`` (n,) has the values of the elements in this rank's slice.  By default they are read from the slice.
+        ``part`` (n,) has the values of the parameter's elements in this rank's slice.  By default, these values are
+        read from the slice.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
@@ -155,10 +157,10 @@ class Cut:
 
 
 class _InCut:
-    """Gathers a cut parameter when an operation uses it.
+    """Gathers a cut parameter, of which each rank holds only a slice, when an operation uses the parameter.
 
-    A cut parameter is a placeholder without values.  An operation that gets it as an argument calls :meth:`use` of the
-    placeholder's :class:`~impl.unit.placeholder.Keeper`, which is an object of this class.
+    While a parameter is cut, it is a placeholder without values.  An operation that gets the placeholder as an argument
+    first calls :meth:`use` of the placeholder's :class:`~impl.unit.placeholder.Keeper`: an object of this class.
     """
 
     def __init__(self, cut: Cut, name: str) -> None:
@@ -167,8 +169,9 @@ class _InCut:
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Gather the values of ``parameter`` for an operation, and return the parameter.
 
-        ``together`` are all placeholders that the operation uses.  Raises a ZeroError if the operation runs outside of
-        the Init that has cut the parameter.
+        The parameter is a placeholder: while each rank has only a slice of its values, it has no values.  ``together``
+        are all placeholders that the operation uses; their values are gathered too.  Raises a ZeroError if the
+        operation runs outside of the Init that has cut the parameter to slices.
         """
         if not self.cut.whole:  # the cut is whole if another parameter of this operation was used before
             self.cut.on_use(self.cut, [*filter(None, map(cut_of, together))], self.name)
@@ -193,6 +196,8 @@ def cut_of(parameter: Tensor) -> Cut | None:
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return, by name, a hash for each of the ``parameters`` of which this rank holds only a slice.
 
+    When the model is sharded, the ranks compare these hashes, to find out whether they have started from equal values.
+
     A parameter's hash is computed from its whole values when they are cut to slices.  If the parameter is gathered and
     cut again, the hash is updated with the values that the parameter has then.  Ranks that have cut equal values at
     every cut therefore have equal hashes.
@@ -213,9 +218,9 @@ def _keeping(parameter: Tensor) -> Cut | None:
 def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
     """Return this rank's shard (S,) fp32 of ``parameters`` in the layout of ``geometry``, made from their slices.
 
-    All ranks must call it.  No message is sent if the slices were cut in this layout already.  Otherwise each parameter
-    is gathered and cut anew, one after the other.  Returns None if every rank holds all parameters whole, so that there
-    are no slices.
+    The slices are those that Init has kept on each rank.  All ranks must call this function.  If the slices have the
+    layout of ``geometry``, no message is sent.  If not, each parameter is gathered and cut anew, one after the other.
+    Returns None if there are no slices, because every rank holds all parameters whole.
     """
     cuts = [_keeping(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):
@@ -235,7 +240,7 @@ def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: 
 
 
 def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether ``cut`` holds exactly these parameters, laid out as in ``geometry``."""
+    """Return whether ``cut`` holds slices of exactly the given ``parameters``, laid out as in ``geometry``."""
     layout, cut_layout = (
         (laid_out.padded, laid_out.shards, [(slot.offset, slot.spec.shape) for slot in laid_out.slots])
         for laid_out in (geometry, cut.geometry)

@@ -1,15 +1,16 @@
 """Chooses a codec for each unit, so that all messages fit into a budget of bytes and the sum of errors is small.
 
-The problem is a multiple-choice knapsack, which is solved greedily.  Every unit starts with its smallest codec.  Then
-codecs are changed one by one.  A change must reduce the error and fit into the rest of the budget.  Of all such
-changes, the one that reduces the error most for each additional byte is made next.  At the end, these chosen codecs
-are compared with the choices that give all units the same codec.  Among the choices that fit into the budget, the one
-with the smallest sum of errors is the result.
+A unit is a group of parameters that are sent together, and a codec encodes elements as bytes.  The problem is a
+multiple-choice knapsack, which is solved greedily.  Every unit starts with its smallest codec.  Then codecs are changed
+one by one.  A change must reduce the error and fit into the rest of the budget.  Of all such changes, the one that
+reduces the error most for each additional byte is made next.  At the end, the choice found in this way is compared with
+the choices that give all units the same codec.  Among all these choices that fit into the budget, the result is the
+choice with the smallest sum of errors.
 
 :func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses codecs by their measured errors, and
 :func:`at_most` bounds the traffic of any choice.
 
-Pure: no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Name = TypeVar("_Name")
 
 
 class Cost(NamedTuple):
-    """The cost of sending one unit in one codec: the bytes sent, and the sum of squared quantisation errors."""
+    """The cost of sending one unit (group of parameters) in one codec: the bytes, and the sum of squared errors."""
 
     bytes: int
     error: float
@@ -71,9 +72,10 @@ def bits_for(nbytes: int, elements: float) -> float:
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     """Chooses a codec for each of ``parts``, and returns the names of the chosen codecs.
 
-    A part is all messages of one unit.  ``parts[part][name]`` is the cost of sending it in the codec called ``name``.
-    All parts have the same codecs to choose from.  In the chosen codecs, all parts together have at most ``budget``
-    bytes.
+    A part has all messages of one unit (group of parameters).  ``parts[part][name]`` is the cost of sending this part
+    in the codec called ``name``.  All parts have the same codecs to choose from.  In the chosen codecs, all parts
+    together have at most ``budget`` bytes, and the sum of their errors is small (the top of this file describes the
+    search).
 
     Raises BudgetError: if the parts have more than ``budget`` bytes even in their smallest codecs.
     """
@@ -98,7 +100,8 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
 def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cost:
     """Returns the cost of all ``parts`` together: the sum of their bytes and the sum of their errors.
 
-    ``chosen[part]`` is the name of the part's codec.
+    A part has all messages of one unit (group of parameters).  ``parts[part][name]`` is the cost of sending this part
+    in the codec called ``name``, and ``chosen[part]`` is the name of the part's codec.
     """
     costs = [part[name] for part, name in zip(parts, chosen, strict=True)]
     return Cost(sum(cost.bytes for cost in costs), sum(cost.error for cost in costs))
@@ -106,10 +109,11 @@ def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cos
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The limit on the bytes of one kind of messages, and the codecs and units among which the limit is divided.
+    """A limit on the bytes of one kind of messages, with the units that share the limit and their possible codecs.
 
-    The messages are either those of weight gathers, or those of reductions between nodes.  For each of the ``units``, a
-    codec is chosen from ``codecs``, so that all messages together stay within ``limit`` bytes.
+    The messages are either those that gather weights, or those that reduce gradients between nodes.  A unit is a group
+    of parameters that are sent together.  For each of the ``units``, a codec is chosen from ``codecs``, so that all
+    messages together stay within ``limit`` bytes.
     """
 
     purpose: Budgeted
@@ -121,9 +125,10 @@ class Share:
     limit: int  # most bytes that a rank may encode in a step for all units together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """Chooses a codec for each unit within the limit, and returns the indices of the codecs in ``self.codecs``.
+        """Chooses a codec for each unit within the limit, and returns, for each unit, the codec's index in ``codecs``.
 
-        ``errors[unit][codec]`` is the sum of squared errors over all ranks if the unit has this codec.
+        A unit is a group of parameters.  ``errors[unit][codec]`` is the sum of squared errors over all ranks if the
+        unit is sent in this codec.
         """
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)
@@ -132,9 +137,10 @@ class Share:
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
     """Returns the limits that the policy's budget sets, converted from bits for each element to bytes in a step.
 
-    Each limit is a :class:`Share`.  There is at most one share for weights and one for gradients, and none if the
-    policy has no budget.  ``units`` are in model order.  Frozen and persistent units keep the policy's codec, so the
-    shares leave them out.
+    Each limit is a :class:`Share`.  There is at most one share for weights and one for gradients.  If the policy has no
+    budget, the list is empty.  ``units`` are the model's units (groups of parameters) in model order.  The shares leave
+    out two kinds of units, which keep the policy's codec: frozen units, and persistent units, whose small parameters
+    stay gathered.
 
     Raises PolicyError: if the codecs of the policy, with which training begins, need more bytes than the budget
     allows; or if all units are frozen or persistent.
@@ -177,7 +183,8 @@ def at_most(
 ) -> dict[Link, int]:
     """Returns, for each kind of link, an upper bound of the bytes that a rank sends, whichever codecs a budget chooses.
 
-    ``sent`` has the bytes of each entry of a ledger, for a rank that sends everything in the policy's own codecs.
+    ``sent`` has the bytes that a rank sends if all messages are in the policy's own codecs.  They are listed by phase,
+    purpose, unit (group of parameters), axis and link (:class:`~impl.plan.traffic.LedgerKey`).
 
     The bound is the sum of two parts.  Messages for which a budget chooses the codec are counted as if the whole budget
     went to one unit: the unit whose encoded bytes are sent most often over the link.  All other messages are counted

@@ -1,12 +1,13 @@
 """Predicts how many elements of weights a rank has gathered at one time in a step of stage 3.
 
-The engine gathers a unit into a flat buffer (:mod:`impl.unit.flat_buffer`).  A unit takes its buffer either when its
-all-gather starts or when its messages have arrived and are decoded, and frees the buffer when its block has run.  The
-prediction walks through a forward and a backward pass in the engine's order of gathers, and counts the elements of all
-buffers.  It shares the decisions of :class:`~impl.plan.prefetch_schedule.Schedule` with the engine and with the
-simulation of a step's time (:mod:`impl.plan.timeline`).
+The engine gathers a unit, which is a group of parameters such as those of a block, into a flat buffer
+(:mod:`impl.unit.flat_buffer`).  The unit takes its buffer either when its all-gather starts, or later, when its
+messages have arrived and are decoded.  The unit frees its buffer when its block has run.  The prediction walks through
+a forward and a backward pass in the engine's order of gathers, and counts the elements of all buffers.  It shares the
+decisions of :class:`~impl.plan.prefetch_schedule.Schedule` with the engine and with the simulation of a step's time
+(:mod:`impl.plan.timeline`).
 
-Pure: no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ def taken_at_start(
     streams: bool,
     in_place: Callable[[Axis], bool],
 ) -> frozenset[int]:
-    """Returns the indices of the units that take the memory of their weights when their all-gather starts.
+    """Returns the indices of the units that get the memory for their weights when their all-gather starts.
 
-    All other units take the memory later, when their messages are decoded.  A unit that a user's class gathers always
-    takes the memory later.  Any other unit takes it at the start in each of these cases, as in
-    :meth:`impl.unit.weight_gather.WeightGather.start`:
+    A unit is a group of parameters that are gathered together.  All other units get the memory later, when their
+    messages are decoded.  If a user's class gathers a unit, the unit always gets the memory later.  Any other unit gets
+    the memory at the start in each of these cases, as in :meth:`impl.unit.weight_gather.WeightGather.start`:
 
     - a GPU's stream waits for messages (``streams``);
     - the gather only casts the rank's own weights;
     - the messages arrive in the memory of the weights.
 
-    If a budget chooses the codec of a unit, the codec is not known yet.  The result then contains the unit if one of
-    these cases holds with at least one of the budget's codecs.
+    If the policy has a bit budget, the codec of a unit is chosen during training and is not known yet.  The result then
+    contains the unit if one of these cases holds with at least one of the codecs to choose from.
 
     Args:
         policy: the policy of the model, without a schedule.
@@ -64,13 +65,16 @@ def taken_at_start(
 
 
 def most_gathered(schedule: Schedule, early: Collection[int], *, backward: bool) -> int:
-    """Returns the most elements that the flat buffers of all units have at one time in a pass of stage 3.
+    """Returns the largest number of elements that all flat buffers together have at one time in a pass of stage 3.
+
+    A flat buffer holds the gathered weights of one unit (group of parameters).
 
     Args:
         schedule: which units are gathered ahead, and which stay gathered.
         early: the indices of the units that take their flat buffer when their all-gather starts
             (:func:`taken_at_start`).
-        backward: False for a pass without backward, after which no unit stays gathered.
+        backward: True for a forward and a backward pass; False for a forward pass alone, after which no unit stays
+            gathered.
     """
     held = _Held(schedule, early)
     for unit in schedule.outer:
@@ -97,7 +101,10 @@ def most_gathered(schedule: Schedule, early: Collection[int], *, backward: bool)
 
 
 class _Held:
-    """Counts the elements of the flat buffers while units are gathered and freed."""
+    """Counts the elements of all flat buffers while units are gathered and freed; nothing is sent.
+
+    A unit is a group of parameters that are gathered together, into one flat buffer.
+    """
 
     def __init__(self, schedule: Schedule, early: Collection[int]) -> None:
         self.most = 0  # most elements of all flat buffers at one time
@@ -107,9 +114,10 @@ class _Held:
         ] = {}  # by unit: True if it is gathered, False while its all-gather is under way
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
-        """Start the all-gather of ``unit`` and those of the units ``ahead``, and wait for the all-gather of ``unit``.
+        """Start the all-gathers of ``unit`` and of the units ``ahead``, and wait for the all-gather of ``unit``.
 
-        A unit of ``ahead`` is skipped if it is gathered already, or if too many all-gathers are under way.
+        The method only counts elements; nothing is sent.  Units (groups of parameters) are given by their indices.  A
+        unit of ``ahead`` is skipped if it is gathered already, or if too many all-gathers are under way.
         """
         if unit not in self._ready:
             self._start(unit)
@@ -123,7 +131,7 @@ class _Held:
                 self._take(unit)
 
     def free(self, units: Iterable[int]) -> None:
-        """Free the flat buffers of gathered ``units``; units that are not gathered are left out."""
+        """Count the flat buffers of ``units`` as freed; units that are not gathered are left out."""
         for unit in units:
             if self._ready.pop(unit, False):
                 self._now -= self._schedule.sizes[unit]

@@ -1,21 +1,20 @@
-"""Compiles a policy into hops: the messages of a unit's weight gather and of its gradient reduction, as data.
+"""Compiles a policy into hops, which describe the messages of a weight gather or of a gradient reduction.
 
-A *hop* is one exchange of messages along one axis of ranks, such as the ranks of a node.  A gather or a reduction is a
-tuple of :class:`Hop`, in the order in which every rank posts the messages.  The policy names axes and codecs.  This
-module alone decides what each hop sends, in which codec, and what the rank keeps of the received data.  Four parts of
-the project use the same tuples:
+A *unit* is a set of parameters that are gathered and reduced together.  A *hop* is one exchange of messages along one
+axis of ranks, such as the ranks of a node.  The gather or the reduction of a unit is a tuple of :class:`Hop`, in the
+order in which every rank posts the messages.  The policy names axes and codecs.  This module alone decides what each
+hop sends, in which codec, and what the rank keeps of the received data.  Four parts of the project use the same tuples:
 
 * the engine sends the messages: :mod:`impl.comm.all_gather` and :mod:`impl.unit.weight_gather` run gathers,
   :mod:`impl.comm.reduce_scatter` and :mod:`impl.unit.gradient_reduction` run reductions;
-* :mod:`impl.plan.traffic` counts their bytes;
-* :mod:`impl.plan.step_time` predicts their seconds;
+* :mod:`impl.plan.traffic` counts the bytes of the messages;
+* :mod:`impl.plan.step_time` predicts the seconds that the messages take;
 * :mod:`impl.plan.memory` and :mod:`impl.plan.messages` compute from them how much memory is taken by hpZ's copy of the
   weights, by the errors that error feedback carries to the next step, and by the buffers of messages.
 
-The table lists the hops of ZeRO++ on two nodes of two ranks.  ``source`` is what a rank sends in the hop, and ``keeps``
-is what stays on the rank afterwards (:data:`Source`, :data:`Keeps`).  A frame is one encoded shard.  In a reduction, a
-shard may be cut into pieces, and a frame is one encoded piece.  ``frames`` is the number of frames in the message to
-each other rank.
+The table lists the hops of ZeRO++ on two nodes with two ranks each.  ``source`` is what a rank sends in the hop
+(:data:`Source`), and ``keeps`` is what remains on the rank after the hop (:data:`Keeps`).  A frame is one encoded shard
+or, in a reduction, one encoded piece of a shard.  ``frames`` is the number of frames in the message to each other rank.
 
 =====================  =====  =====  ========  ======  =======
 collective             axis   codec  source    frames  keeps
@@ -94,7 +93,11 @@ Keeps = Literal["nothing", "copy", "sum", "errors"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One exchange of messages in a gather or a reduction, in which all ranks along ``axis`` take part."""
+    """One exchange of messages between the ranks along ``axis``.
+
+    A weight gather or a gradient reduction consists of one or more hops.  In a gather, a rank sends encoded shards.  In
+    a reduction, a shard may be cut into pieces, and a rank sends encoded pieces.
+    """
 
     kind: Kind
     axis: Axis
@@ -115,27 +118,30 @@ class Hop:
 
     @property
     def numel(self) -> int:
-        """Number of elements of one shard; in a reduction, of one piece of a shard."""
+        """Number of elements of one shard or, in a reduction, of one of the pieces into which a shard is cut."""
         return self.chunks[-1][1]
 
     @property
     def elements(self) -> int:
-        """Number of elements that a rank sends to each other rank: those of all ``frames`` shards or pieces."""
+        """Number of elements that a rank sends to each other rank along the axis: ``frames`` times ``numel``."""
         return self.frames * self.numel
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk of a shard or piece, the bytes of the encoded chunk.
+        """The bytes of each chunk after encoding.
 
-        If shards are encoded twice, with the codec's blocks along rows and along columns, both encodings are counted.
+        A shard (in a reduction: a piece of a shard) is cut into chunks.  A shard of weights may be encoded twice: once
+        with the codec's blocks (elements that share a scale) along the rows of matrices, and once with blocks along
+        columns.  The bytes of both encodings are then added.
         """
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes of the message that a rank sends to each other rank.
+        """The bytes of the message that a rank sends to each other rank, for each chunk.
 
-        The message for a chunk has this chunk of all ``frames`` shards or pieces.
+        Each shard (in a reduction: each piece of a shard) is cut into chunks, and each chunk has a message of its own.
+        This message contains the same chunk of all ``frames`` shards or pieces.
         """
         return tuple(self.frames * nbytes for nbytes in self.frame_bytes)
 
@@ -145,10 +151,10 @@ class Hop:
         return sum(self.sizes)
 
     def sends_elements(self, dtype: str | None) -> bool:
-        """Returns whether messages consist of plain elements of the type ``dtype``, such as ``bf16``.
+        """Returns whether the hop's messages consist of nothing but elements of the type ``dtype``, such as ``bf16``.
 
-        Such messages have no scales and no padding, and elements that have this type already need no encoding.
-        ``dtype`` is None for a type that no codec sends; the result is then False.
+        Such messages have no scales and no padding, so data of this type can be sent without encoding.  ``dtype`` is
+        None for a type that no codec sends; the result is then False.
         """
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
@@ -159,9 +165,9 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
     """Returns the hops of the all-gather of one unit's weights, of which each rank holds ``shard`` elements.
 
     With hpZ, small groups of ranks (such as the ranks of a node) share a copy of all weights, and the gather has two
-    parts.  The hops of the first part bring each rank its part of the copy from other groups.  The hops of the second
-    part bring the rank the other parts from its own group.  With ``sends='copy'``, the gather has only the second part.
-    Without hpZ, the gather has one part.
+    parts.  In the first part, each rank receives its share of the copy from ranks of other groups.  In the second part,
+    it receives the rest of the copy from the ranks of its own group.  With ``sends='copy'``, the gather has only the
+    second part.  Without hpZ, the gather has a single part.
 
     An axis of one rank gives no hop, since a rank need not send itself a message.  There is one exception: if all axes
     of a part have one rank, the part is a single hop, in which the rank copies its message to itself.
@@ -217,15 +223,15 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
     """Returns in which planes a gather sends the weights: (planes of its first part, planes of its second part).
 
     A plane of a weight matrix is the matrix quantised in blocks along its rows (``rows``), or along its columns
-    (``columns``).  The first part of a gather consists of the hops that bring hpZ's copy, and the second part of the
-    hops between ranks that share the copy.  Without hpZ, all hops belong to the second part.
+    (``columns``).  The first part of a gather consists of the hops that bring hpZ's copy of the weights, and the second
+    part of the hops between the ranks that share this copy.  Without hpZ, all hops belong to the second part.
 
     - With ``planes=1``, both parts send rows.
     - With ``planes=2``, both parts send rows and columns.
     - With ``planes='phase'`` and no hpZ, all hops send columns if ``sends`` is ``columns``, and otherwise rows.
-    - With ``planes='phase'`` and hpZ, the copy keeps columns, for backward.  If ``sends`` is ``columns`` or ``copy``,
-      both parts send columns.  If it is ``rows``, both send rows.  If it is ``weights``, the first part sends both
-      planes, columns for the copy and rows for the forward pass, and the second part sends rows.
+    - With ``planes='phase'`` and hpZ, the copy holds columns, for the backward pass.  If ``sends`` is ``columns`` or
+      ``copy``, both parts send columns.  If ``sends`` is ``rows``, both parts send rows.  If ``sends`` is ``weights``,
+      the first part sends columns for the copy and rows for the forward pass, and the second part sends rows.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2
@@ -238,8 +244,8 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
     """Returns what a gather sends in a pass of this ``phase``: ``forward``, ``backward`` or ``evaluate``.
 
-    ``sends`` is what the gather would send if all passes computed with the same quantised weights.  With ``planes`` 1
-    or 2 they do, and the result is ``sends``.  With ``planes='phase'``, forward passes and evaluations compute with
+    ``sends`` is what the gather sends if all passes compute with the same quantised weights.  With ``planes`` 1 or 2,
+    this is so, and the result is ``sends``.  With ``planes='phase'``, forward passes and evaluations compute with
     weights quantised in blocks along rows, and backward passes with weights quantised in blocks along columns.  The
     result is then:
 
@@ -252,7 +258,7 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
     ========  ================  ===================
 
     With hpZ, a gather of ``weights`` brings rows and columns, and hpZ's copy keeps the columns for the backward pass.
-    Without hpZ, it brings rows.
+    Without hpZ, a gather of ``weights`` brings rows.
     """
     if policy.planes != "phase":
         return sends
@@ -264,18 +270,20 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     """Returns whether a gather with these ``hops`` sends nothing, and only casts the masters to the type ``dtype``.
 
-    Masters are the rank's fp32 shard, and ``dtype`` is the type of gathered weights.  The result is True on a single
-    rank without hpZ, if the codec of the weights leaves elements of this type unchanged.
+    Masters are the rank's fp32 shard, and ``dtype`` is the type of the gathered weights.  The result is True if three
+    conditions hold: the rank holds all of the unit's weights, the policy has no hpZ, and the codec of the weights
+    leaves elements of the type ``dtype`` unchanged.
     """
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
 
 
 def arrives_decoded(hops: Sequence[Hop], dtype: str) -> bool:
-    """Returns whether the messages of a gather with these ``hops`` are the gathered weights themselves.
+    """Returns whether the messages of a gather with these ``hops`` are the gathered weights, without any decoding.
 
-    ``dtype`` is the type of gathered weights.  The result is True if the gather has a single hop that sends elements of
-    this type unencoded.  Such messages can arrive in the memory of the gathered weights, if the transport allows it.
+    ``dtype`` is the type of the gathered weights.  The result is True if the gather has a single hop, which sends
+    elements of this type to other ranks.  If the transport allows it, such messages can be received directly into the
+    memory of the gathered weights.
     """
     return len(hops) == 1 and hops[0].sends_elements(dtype) and not casts_alone(hops, dtype)
 
@@ -283,8 +291,8 @@ def arrives_decoded(hops: Sequence[Hop], dtype: str) -> bool:
 def forwards_in_place(hops: Sequence[Hop]) -> bool:
     """Returns whether the second hop of a gather only forwards the messages that the first hop receives.
 
-    If so, the first hop can receive directly into the message of the second hop.  Returns False if there is only one
-    hop, or if the first or the second hop is along an axis of one rank.
+    If so, the first hop can receive directly into the buffer whose content the second hop sends.  Returns False if
+    there is only one hop, or if the first or the second hop is along an axis of one rank.
     """
     return len(hops) > 1 and hops[1].source == "received" and hops[0].axis.size > 1 < hops[1].axis.size
 
@@ -302,17 +310,17 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 
 
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of a gradient reduction of one unit, after which each rank has the mean gradient of its shard.
+    """Returns the hops of the gradient reduction of one unit, which brings each rank the mean gradient of its shard.
 
-    A state group is a group of ranks that share one copy of all sharded states.  With several groups, a shard is cut
-    into one piece for each group.  The first hops add up gradients, after which each rank has the mean of one piece.
-    Further hops gather the other pieces of the shard from the other groups.  With a single group, the piece is the
-    whole shard, and there are no further hops.
+    A state group is a group of ranks that share one copy of all sharded states.  With several groups, each shard is
+    held once in every group, and is cut into as many pieces as there are groups.  The first hops add up gradients:
+    afterwards each rank has the mean of one piece of its shard.  The last hops gather the other pieces from the other
+    groups.  With a single group, the piece is the whole shard, and no hops gather pieces.
 
-    With local steps, the reduction stays inside a group, and each rank has the mean over its group.
+    With local steps, groups train apart from one another, so the mean is taken only over the ranks of one group.
 
     ``piece`` is the number of elements of a piece.  A piece may be cut into chunks, which are sent separately; each
-    chunk starts on a multiple of ``grain`` elements.  With one rank the tuple is empty.
+    chunk starts on a multiple of ``grain`` elements.  If the mean is over one rank only, the result is an empty tuple.
     """
     group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
     if policy.local_steps is None:
@@ -322,15 +330,16 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 
 
 def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of an outer step, in which state groups average how far their masters have moved.
+    """Returns the hops of an outer step, in which state groups average the changes of one unit's weights.
 
     A state group is a group of ranks that share one copy of all sharded states.  With local steps, each group trains by
-    itself between two outer steps.
+    itself between two outer steps.  An outer step averages, over the groups, the change of the masters (fp32 shards)
+    since the last outer step.
 
-    A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters (fp32 shards)
-    have moved since the last outer step, and each rank then has the mean of one piece.  The last hops gather the other
-    pieces of the shard from the other groups.  A piece may be cut into chunks, which are sent separately; each chunk
-    starts on a multiple of ``grain`` elements.  Without local steps, the tuple is empty.
+    A shard is cut into as many pieces as there are groups, and a piece has ``piece`` elements.  The first hops add up
+    the changes: afterwards each rank has the mean change of one piece of its shard.  The last hops gather the other
+    pieces from the other groups.  A piece may be cut into chunks, which are sent separately; each chunk starts on a
+    multiple of ``grain`` elements.  Without local steps, the result is an empty tuple.
     """
     if policy.local_steps is None:
         return ()
@@ -351,8 +360,9 @@ def _reduction(
 ) -> tuple[Hop, ...]:
     """Returns the hops that compute a mean over ``ranks`` ranks and bring each rank the mean of its shard.
 
-    The first hops add up the ranks' values, after which each rank has the mean of one piece of its shard.  The last
-    hops, if any, gather the other pieces of the shard from other ranks.
+    The same shard may be held by several ranks.  The first hops add up values: afterwards each of these ranks has the
+    mean of one piece of the shard.  The last hops gather the other pieces.  If each shard is held by one rank, a piece
+    is a whole shard, and no hops gather pieces.
 
     Args:
         policy: the policy for this unit.
@@ -362,8 +372,8 @@ def _reduction(
             multiple of this number.
         sums: (axis, codec) of each hop that adds up values.
         ranks: the number of ranks over which the mean is taken.
-        outer: False to average the gradients of a whole unit.  True to average, for one shard, how far the masters
-            have moved (an outer step).
+        outer: False for a reduction, which averages the gradients of a whole unit.  True for the outer step of local
+            steps, which averages, over one shard, the change of the fp32 masters since the last outer step.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
@@ -402,15 +412,18 @@ def _reduction(
 
 
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """Returns the order in which a reduction of ``hops`` hops posts its messages, if it is sent in ``chunks`` chunks.
+    """Returns the order in which a gradient reduction posts the messages of its hops and chunks.
 
-    Each chunk is sent over all hops.  The result is a list of turns.  A turn is the list of messages that are posted at
-    one time, each as (hop, chunk); hops and chunks are counted from 0.  The first turn is posted when the reduction
-    starts, and each later turn by a call of :meth:`impl.plan.reduction_queue.Reducing.post_next_hop`.  With 2 hops and
-    3 chunks: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
+    A hop is an exchange of messages along one axis of ranks, and the reduction has ``hops`` hops.  The data of the
+    reduction is cut into ``chunks`` chunks, and every chunk is sent in every hop, in the order of the hops.
 
-    As soon as chunk c + 1 has been posted on a hop, chunk c is posted on the next hop.  Thus all links are in use while
-    most of the gradient is still to be encoded.
+    The result is a list of turns.  A turn is the list of messages that are posted at one time, each as (hop, chunk);
+    hops and chunks are counted from 0.  The first turn is posted when the reduction starts, and each later turn by a
+    call of :meth:`impl.plan.reduction_queue.Reducing.post_next_hop`.  With 2 hops and 3 chunks:
+    [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
+
+    As soon as chunk c + 1 has been posted in a hop, chunk c is posted in the next hop.  Thus the links of all hops are
+    in use while most of the gradient is still to be encoded.
     """
     turns = [
         [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]

@@ -1,4 +1,4 @@
-"""Computes learning-rate schedules, which are a warm-up and then a decay, as factors of the learning rate.
+"""Computes learning-rate schedules, which are a warm-up and then a decay, as a factor of the learning rate.
 
 Pure: no torch.
 """
@@ -20,10 +20,11 @@ class Schedule:
 
     After the warm-up, let ``p = (s + 1 - w) / (steps - w)``.  Without a decay the factor is 1.  With a linear decay it
     is ``floor + (1 - floor) (1 - p)``.  With a cosine decay it is ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  With
-    either decay, the last step after the warm-up, and every step after ``steps``, have the factor ``floor``.
+    either decay, the factor is ``floor`` in the last step after the warm-up, and in every later step.
 
-    These formulas hold with ``as_deepspeed=False``.  With True, the schedule is DeepSpeed's, which applies only after
-    the first step.
+    These formulas hold with ``as_deepspeed=False``.  With ``as_deepspeed=True``, the schedule begins with the second
+    step, as DeepSpeed's schedules do.  The first step has the factor ``start``, or 0 with a cosine decay.  In later
+    steps, the formulas hold with the changes that the comment at the field lists.
 
     Raises ValueError: if ``warmup`` is negative; if ``warmup`` is larger than ``steps`` and there is a decay; or if
     ``start`` or ``floor`` is outside [0, 1].

@@ -1,8 +1,8 @@
-"""Decides after which optimizer steps which units are exchanged between state groups that take local steps.
+"""Decides which units state groups exchange after each optimizer step, if they train with local steps.
 
 A state group is a group of ranks that share one copy of all sharded states.  With ``policy.local_steps = H`` each state
-group trains by itself for H steps.  Every H steps the groups average how far their masters, the fp32 weights, have
-moved (DiLoCo, 2311.08105).
+group trains by itself for H steps.  Every H steps the groups average the changes of their masters (fp32 weights) since
+the last exchange (DiLoCo, 2311.08105).
 
 With ``policy.local_fragments = F`` the trained units are divided into F fragments, and different fragments are
 exchanged after different steps (Streaming DiLoCo, 2501.18512).  The trained unit number u belongs to fragment u mod F.
@@ -21,8 +21,9 @@ from impl.policy.shard_layout import UnitGeometry
 def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:
     """Returns for each unit, in model order, the number of its fragment, counted from 0.
 
-    A fragment is a set of units that state groups exchange after the same optimizer steps.  The number is None for a
-    frozen unit, and for all units if the policy has no local steps.
+    With local steps, groups of ranks train apart from one another, and exchange weights after some of the steps.  A
+    fragment is a set of units whose weights are exchanged after the same steps.  The number is None for a frozen unit,
+    and for all units if the policy has no local steps.
 
     Raises PolicyError: if ``policy.local_fragments`` is larger than the number of trained units.
     """
@@ -41,13 +42,13 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
 
 
 def meets(policy: Policy, step: int, fragment: int | None) -> bool:
-    """Returns whether the units of a fragment are exchanged after optimizer step number ``step``.
+    """Returns whether groups of ranks exchange the units of a fragment after optimizer step number ``step``.
 
-    With local steps, groups of ranks train apart from one another, each with a copy of all weights, and exchange these
-    weights after some of the steps.  A fragment is a set of units that are exchanged after the same steps.
+    With local steps, groups of ranks train apart from one another, each with a copy of all weights, and exchange
+    weights after some of the steps.  A fragment is a set of units whose weights are exchanged after the same steps.
 
-    Steps are counted from 1, and fragments from 0.  Returns False if ``fragment`` is None (a frozen unit), or if the
-    policy has no local steps.
+    ``step`` is counted from 1, and ``fragment``, the number of a fragment, from 0.  Returns False if ``fragment`` is
+    None (a frozen unit), or if the policy has no local steps.
     """
     if policy.local_steps is None or fragment is None or step < 1:
         return False
@@ -55,10 +56,11 @@ def meets(policy: Policy, step: int, fragment: int | None) -> bool:
 
 
 def meeting_steps(policy: Policy) -> list[int]:
-    """Returns the optimizer steps, from 1 to ``policy.local_steps``, after which state groups exchange a fragment.
+    """Returns the optimizer steps, from 1 to ``policy.local_steps``, after which groups of ranks exchange a fragment.
 
-    A fragment is a set of units that are exchanged after the same steps.  The steps are in ascending order: with
-    ``local_steps=10`` and ``local_fragments=2``, [5, 10].  The list is empty if the policy has no local steps.
+    With local steps, groups of ranks train apart from one another, and exchange weights after some of the steps.  A
+    fragment is a set of units whose weights are exchanged after the same steps.  The result is in ascending order: with
+    ``local_steps=10`` and ``local_fragments=2``, [5, 10].  It is an empty list if the policy has no local steps.
     """
     if (steps := policy.local_steps) is None:
         return []

@@ -1,6 +1,7 @@
 """Predicts the bytes of memory that a rank needs, part by part, from the policy and the units' layout alone.
 
-Tests check that the engine holds exactly the bytes that :func:`memory` predicts.  Pure: no torch.
+A unit is a set of parameters that are gathered and reduced together.  Tests check that the engine holds exactly the
+bytes that :func:`memory` predicts.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def with_muon(
     ``parts`` are the bytes with Adam, which :func:`memory` has returned.  The result differs from ``parts`` in two
     entries:
 
-    - ``optimizer``: of the trained elements in the rank's shards, 4 bytes for each element of a matrix (the momentum),
-      and 8 bytes for each other element (Adam's two moments)
-    - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns, that is,
-      orthogonalises.  The rank's shard of a unit has a stretch of matrix elements, padding included; the second
-      buffer has the size of the longest such stretch of any unit
+    - ``optimizer``: 4 bytes (the momentum) for each element of a matrix in the rank's shards, and 8 bytes (Adam's two
+      moments) for each other trained element in these shards
+    - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank orthogonalises (it is
+      the owner of this matrix).  In each unit, the elements of matrices occupy one part of the rank's shard, padding
+      included; the second buffer has the size of the largest such part
 
     The messages to and from the owners of matrices are not counted.
     """
@@ -85,7 +86,7 @@ def memory(
     units.  The parts are:
 
     - ``masters``: 4 S, the fp32 weights
-    - ``frozen``: the codes of frozen weights that are kept as codes; these weights do not count as ``masters``
+    - ``frozen``: frozen weights, if the policy keeps them encoded; these weights do not count as ``masters``
     - ``gradients``: 4 T, the mean gradients
     - ``optimizer``: 8 T, Adam's two moments
     - ``secondary``: hpZ's copy of the weights.  If a budget or a schedule changes the codec of the copy, the codec that
@@ -180,9 +181,9 @@ def memory(
 def outer_bytes(policy: Policy, shard: int) -> int:
     """Returns the bytes of memory that local steps add for a shard of ``shard`` elements.
 
-    With local steps, groups of ranks train by themselves, and average their weights after some of the steps (the outer
-    steps).  A rank needs 4 bytes an element for the anchor, that is, the weights after the last outer step, and 4 bytes
-    an element for the outer momentum if the policy has one.
+    With local steps, groups of ranks train apart from one another, and average their weights in outer steps.  For each
+    element, a rank needs 4 bytes for the anchor (the weight after the last outer step).  If the policy has an outer
+    momentum, the rank needs 4 more bytes for it.
     """
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
@@ -196,7 +197,7 @@ def _gathered(
     streams: bool,
     in_place: Callable[[Axis], bool],
 ) -> int:
-    """Returns the largest number of elements of weights that are gathered at one time; arguments as for memory()."""
+    """Returns the most elements of weights that are gathered at one time; the arguments are those of :func:`memory`."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
     small = small_units(policy, topology, units) if streams else frozenset[int]()
@@ -208,9 +209,10 @@ def _gathered(
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
-    """Returns the number of elements of all outer units together, plus the largest of ``sizes``.
+    """Returns the number of elements of all outer units among ``units``, plus the largest of ``sizes``.
 
-    Outer units, such as the unit of the root module's own parameters, are in use during the whole pass.
+    Outer units, such as the unit of the root module's own parameters, are in use during the whole pass.  If ``sizes``
+    are the elements of the other units, the result is the most elements in use when one unit runs at a time.
     """
     return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
@@ -220,8 +222,9 @@ def secondary_either_way(
 ) -> tuple[int, int] | None:
     """Returns the bytes of hpZ's copy of the weights on one rank, for two ways of keeping the copy.
 
-    The result is (bytes if the copy is kept in the codec of the weights, bytes if it is kept in bf16).  If the policy's
-    settings change while training (a schedule), the first settings with hpZ are used.  Returns None without hpZ.
+    The result is (bytes if the copy is kept in the codec of the weights, bytes if the copy is kept in bf16).  If the
+    policy's settings change while training (a schedule), the first settings with hpZ are used.  Returns None without
+    hpZ.
     """
     copying = next((phase for phase in policy.phases if phase.secondary != 0), None)
     if copying is None:

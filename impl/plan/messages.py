@@ -4,8 +4,9 @@ The prediction is for a GPU whose stream waits for messages, as with NCCL (:mod:
 enqueues one collective after the other, so only the buffers of one collective are in use at a time.  If two small units
 are gathered together, the buffers of both gathers are in use (:func:`impl.plan.prefetch_schedule.small_units`).  The
 number of buffers does not depend on how many units are gathered ahead of their use.  Buffer sizes are rounded up
-(:func:`size_class`), and all units, hops and purposes share the buffers of one size.  Tests check that the engine
-allocates exactly the predicted bytes.
+(:func:`size_class`), and all messages with the same rounded size share buffers.  Tests check that the engine allocates
+exactly the predicted bytes.
+
 Pure: no torch.
 """
 
@@ -42,8 +43,8 @@ _FINENESS: Final = 4  # significant bits of a buffer's size: eight sizes from on
 def size_class(nbytes: int) -> int:
     """Returns the size in bytes of the buffer that carries a message of ``nbytes`` bytes.
 
-    The result is at least 512 bytes.  If it is more, it exceeds ``nbytes`` by at most an eighth.  For a message of
-    1000 bytes: 1024.
+    Sizes are rounded up, so that messages of similar sizes can share a buffer.  The result is at least 512 bytes.  A
+    result above 512 exceeds ``nbytes`` by at most an eighth.  For a message of 1000 bytes: 1024.
     """
     step = 1 << max(0, nbytes.bit_length() - _FINENESS)
     return max(_SMALLEST, -(-nbytes // step) * step)
@@ -59,13 +60,14 @@ def message_bytes(
 ) -> int:
     """Returns the bytes of all buffers for one rank's messages of weights and gradients.
 
-    The engine allocates a buffer when a message first needs it.  If all steps send messages of the same sizes, it has
-    allocated all buffers after two steps.
+    The engine allocates a buffer when a message first needs it.  If all steps send messages of the same sizes, the
+    engine has allocated all buffers after two steps.
 
     In two cases the result is an upper bound:
 
-    - With a budget, each unit's codec is chosen during training.  The bound holds for any choice of codecs.
-    - With differences and ``refresh=0``, the first step sends whole weights, and later steps send only
+    - With a budget (``policy.budget``), the codec of each unit is chosen during training.  The bound holds for any
+      choice of codecs.
+    - With ``policy.differences`` and ``refresh=0``, only the first step sends the weights themselves.  Later steps send
       the differences between the weights and hpZ's copy.  The buffers of the first step are counted too.
 
     Args:
@@ -133,12 +135,12 @@ def _pairs(
 def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[Hop]]:
-    """Yield the hops of each kind of gather that a unit has in a step.
+    """Yield the hops of each kind of gather that a unit may have in a step.
 
-    There are gathers of weights, and gathers of differences between the weights and hpZ's copy of them.  With
-    ``again``, also yield the hops of later gathers in the step, which send hpZ's copy.  With ``backward=False``, the
-    gathers are those of an evaluation.  A gather that sends nothing, because a rank only casts its own weights, is left
-    out.
+    The first gather of a step sends the weights, or the differences between the weights and hpZ's copy of the weights.
+    ``again`` says that the unit is gathered more than once in a step.  If so, also yield the hops of the later gathers,
+    which send hpZ's copy, or the weights if there is no hpZ.  With ``backward=False``, the gathers are those of an
+    evaluation.  A gather that sends nothing, because a rank only casts its own weights, is left out.
     """
     forward = "forward" if backward else "evaluate"
     every: list[tuple[str, Sends]] = [(forward, "weights"), (forward, "differences")]
@@ -151,9 +153,9 @@ def _gathers(
 
 
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
-    """Yield one list for each message of a reduction: the bytes of each buffer in use while the message is sent.
+    """Yield, for each message of a gradient reduction, the bytes of each buffer in use while the message is sent.
 
-    ``every`` are all hops of the reduction, in order.
+    A message is one chunk of one hop.  ``every`` are all hops of the reduction, in order.
     """
     hops = [hop for hop in every if hop.kind == "all_to_all"]
     # Each step of a ring ends before the next step begins.
@@ -168,10 +170,11 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 
 
 def _in_step(gathers: Sequence[Sequence[Hop]]) -> Iterator[Sequence[int]]:
-    """Yield lists of the bytes of each buffer in use, while the ``gathers`` run together.
+    """Yield, for each time at which hops of gathers are posted, the bytes of each buffer in use.
 
-    ``gathers`` has the hops of each gather.  The first hops of all gathers are posted, then all second hops, and so on.
-    The first list is for the first hops of all gathers, and each later list is for one further hop of one gather.
+    ``gathers`` has the hops of each gather.  The gathers run together: first the first hops of all gathers are posted,
+    then the second hops of all gathers, and so on.  The first list is for the first hops of all gathers, and each later
+    list is for one later hop of one gather.
 
     Each hop has one buffer, which holds the message that the rank sends and the messages that the rank receives.
     Before the next hop, the received messages are copied to the next hop's buffer.  There is one exception: if the

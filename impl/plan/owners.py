@@ -1,8 +1,8 @@
 """Assigns each matrix that Muon orthogonalises to one rank, its owner, and computes the sizes of messages to owners.
 
-A matrix is cut into the shards of several ranks, but the Newton-Schulz iteration needs the whole matrix.  Masters,
-gradients and momentum stay in shards.  In each optimizer step two exchanges take place among the ranks that share one
-copy of all sharded states:
+The shards of several ranks have parts of a matrix, but the Newton-Schulz iteration needs the whole matrix.  Masters
+(fp32 weights), gradients and momentum stay in shards.  In each optimizer step two exchanges take place among the ranks
+that share one copy of all sharded states:
 
 1. *momentum*: every rank sends its part of each matrix's momentum to the matrix's owner;
 2. *update*: the owner, which has orthogonalised the matrix, sends every rank its part of the update back.
@@ -113,13 +113,16 @@ class Owners:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of all owners and of both codecs, by which ranks check that they have the same assignment."""
+        """A hash of all owners and of both codecs, which ranks compare to find out whether their owners are the same.
+
+        The codecs are those of the momentum and of the updates.
+        """
         text = repr([(matrix.unit, matrix.slot.spec.name, matrix.owner) for matrix in self.matrices])
         return hashlib.sha256(f"{text} {self.momentum} {self.update}".encode()).hexdigest()[:12]
 
     @functools.cached_property
     def loads(self) -> tuple[float, ...]:
-        """For each rank, the floating-point operations of its Newton-Schulz iterations in one step."""
+        """For each rank, the floating-point operations in one step to orthogonalise the matrices that the rank owns."""
         loads = [0.0] * self.axis.size
         for matrix in self.matrices:
             loads[matrix.owner] += newton_schulz_flops(matrix.shape)
@@ -127,10 +130,10 @@ class Owners:
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> float:
-    """Returns the number of floating-point operations that orthogonalise a matrix of this ``shape`` in ``steps`` steps.
+    """Returns the number of floating-point operations of ``steps`` Newton-Schulz iterations on one matrix.
 
-    With ``s`` the smaller and ``l`` the larger dimension, each step multiplies matrices three times: (s, l) by (l, s),
-    (s, s) by (s, s), and (s, s) by (s, l).
+    The matrix has this ``shape``, with ``s`` the smaller and ``l`` the larger dimension.  Each iteration multiplies
+    matrices three times: (s, l) by (l, s), (s, s) by (s, s), and (s, s) by (s, l).
     """
     small, large = sorted(shape)
     return steps * (4.0 * small * small * large + 2.0 * small**3)
@@ -139,10 +142,10 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 def owners_of(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], group: int = MATRICES
 ) -> Owners | None:
-    """Chooses for each trained matrix of optimizer group ``group`` its owner, the rank that orthogonalises the matrix.
+    """Chooses for each matrix that Muon steps an owner: the rank that orthogonalises the matrix.
 
     The floating-point operations of Newton-Schulz are spread evenly over ranks.  As far as an even spread allows, the
-    owner of a matrix is the rank whose shard has most of the matrix, since the owner does not send its own part.
+    owner of a matrix is the rank whose shard has most of the matrix, since the owner need not send its own part.
 
     Args:
         policy: the policy of the model.

@@ -1,7 +1,8 @@
 """Decides which units are gathered before they run, which stay gathered, and in which order gradients are reduced.
 
 A :class:`Schedule` holds these decisions.  The engine (:mod:`impl.unit.unit`) looks them up during a pass, and so does
-the simulation of a step (:mod:`impl.plan.timeline`).  A unit is represented by its index in model order.
+the simulation of a step (:mod:`impl.plan.timeline`).  A unit is a set of parameters that are gathered and reduced
+together, and is represented by its index in model order.
 
 To *gather a unit ahead* is to start its all-gather while an earlier unit computes.  *Outer* units are in use during the
 whole pass: they are the unit of the root module's own parameters, and the unit of the persistent parameters.
@@ -29,7 +30,11 @@ MOST_AHEAD: Final = 4  # most units gathered ahead at one time; each occupies a 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which units run, which units are gathered ahead of their use, and which units stay gathered."""
+    """The order in which units run, the units that are gathered before they run, and the units that stay gathered.
+
+    A unit that stays gathered is not freed between its forward and its backward pass.  A unit is represented by its
+    index in model order.
+    """
 
     sizes: Sequence[int]  # padded elements of each unit, by index
     order: tuple[int, ...]  # the units that run one after the other, in forward order
@@ -74,16 +79,16 @@ class Schedule:
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The indices of the trained units, in the order in which all ranks start to reduce their gradients."""
+        """The indices of the trained units, in the order in which all ranks start to reduce the units' gradients."""
         order = sorted(self.order) if self.in_model_order else self.order
         return tuple(unit for unit in (*reversed(order), *self.outer) if unit not in self.frozen)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the units in forward order, without the outer units, as one tuple for each block.
+        """The indices of the units of each block, as one tuple for each block, in the order of the forward pass.
 
-        The units of a block run together.  For example, unit 0 is the root's, and each of two blocks has a trained and
-        a frozen unit: ((1, 2), (3, 4)).
+        The units of a block run together.  Outer units (in use during the whole pass, such as the root's) are left out.
+        For example, if unit 0 is the root's, and each of two blocks has a trained and a frozen unit: ((1, 2), (3, 4)).
         """
         groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
         return tuple(tuple(units) for _, units in groups)
@@ -100,7 +105,7 @@ class Schedule:
     def ahead_in_forward(self) -> Sequence[Sequence[int]]:
         """For each unit, the indices of the units whose all-gathers start when this unit is about to run in forward.
 
-        ``ahead_in_forward[unit]`` lists them in the order in which they will run.
+        ``ahead_in_forward[unit]`` lists the indices in the order in which the units will run.
         """
         return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
@@ -114,22 +119,22 @@ class Schedule:
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
-        """Returns the indices of the units that are gathered ahead while ``unit`` runs.
+        """Returns the indices of the units that are gathered ahead: their all-gathers start when ``unit`` runs.
 
-        They are the units that follow ``unit`` in ``order``, or the first units of ``order`` if ``unit`` is an outer
-        unit, which is in use during the whole pass (the root's unit, or a persistent one).  As many of them are
-        gathered ahead as three limits allow:
+        ``order`` are the indices of the units in the order in which they run.  The result has the units that follow
+        ``unit`` in ``order``.  If ``unit`` is an outer unit (in use during the whole pass, such as the root's), the
+        result has the first units of ``order``.  Three limits determine how many:
 
         - number: at most :data:`MOST_AHEAD` units are gathered ahead.
         - ``prefetch``: the units that are gathered ahead have at most ``prefetch`` elements in total.  The first of
-          them may exceed this limit.  So may a whole pair (two units that are gathered together) that begins with the
-          first or the second of them.  With ``prefetch=0`` no unit is gathered ahead.
+          these units may exceed the limit.  A pair (two units that are gathered together) that begins with the first or
+          the second of these units may exceed the limit too.  With ``prefetch=0`` no unit is gathered ahead.
         - ``max_live``: all units that are gathered at one time have at most ``max_live`` elements.  If ``max_live`` is
           None, they have at most ``MOST_LIVE`` elements, but the first unit is gathered ahead whatever its size.
 
-        A pair is not split: if the limits allow only its first unit, this unit is left out too, so that both are
-        gathered together later.  There is one exception: the first unit stays if it is the only unit that would be
-        gathered ahead.
+        A pair is not split: if the limits allow only its first unit, this unit is left out too, so that both units are
+        gathered together later.  There is one exception: if the limits allow only one unit in all, this unit is in the
+        result even if it is the first of a pair.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
@@ -157,9 +162,9 @@ class Schedule:
     ) -> list[tuple[int, ...]]:
         """Returns the units of ``ahead`` whose all-gathers start now, in the order in which they start.
 
-        The result has one tuple for each start: one unit, or the two units of a pair, which start together.  At most
-        :data:`MOST_AHEAD` + 1 all-gathers are under way at one time.  If only one all-gather of a pair is within this
-        limit, the pair does not start.
+        The result has one tuple for each start: (index of one unit,), or the two indices of a pair, whose all-gathers
+        start together.  At most :data:`MOST_AHEAD` + 1 all-gathers are under way at one time.  If only one all-gather
+        of a pair is within this limit, the pair does not start.
 
         Args:
             ahead: the indices of the units to gather ahead (:attr:`ahead_in_forward`, :attr:`ahead_in_backward`).
@@ -180,7 +185,10 @@ class Schedule:
         return starts
 
     def _pair(self, start: int, order: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns the units at the places ``start`` and ``start + 1`` of ``order`` if they form a pair, else None."""
+        """Returns the units at the places ``start`` and ``start + 1`` of ``order`` if they form a pair, else None.
+
+        A pair are two small units that are gathered together; it begins at an odd place, counted from 0.
+        """
         both = order[start : start + 2]
         if start % 2 == 0 or len(both) < 2 or not self.small.issuperset(both):
             return None
@@ -195,12 +203,13 @@ class Schedule:
 
 
 def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> frozenset[int]:
-    """Returns the indices of the units that are gathered ahead in pairs if a GPU's stream waits for messages.
+    """Returns the indices of the units that are small enough to be gathered two at a time, in pairs.
 
-    Such a unit belongs to a block, has at most ``memory.prefetch`` elements, and its first message has at most
-    ``memory.pair_below`` bytes.  If a schedule changes the policy while training, or if a budget chooses the codec, the
-    limit on the message must hold for all settings of the schedule and all codecs of the budget.  ``units`` are in
-    model order.
+    Only an engine on a GPU whose stream waits for messages (as with NCCL) gathers pairs: one call then posts the
+    messages of both units.  A small unit belongs to a block, has at most ``memory.prefetch`` elements, and its first
+    message has at most ``memory.pair_below`` bytes.  If a schedule changes the policy while training, or if a budget
+    chooses the codec, the limit on the message must hold for all settings of the schedule and all codecs of the budget.
+    ``units`` are in model order.
 
     The set is empty in each of these cases: ``memory.pair_below`` is 0; the stage is below 3; the policy has offload or
     a user's own gather; or gathers of weights send nothing.

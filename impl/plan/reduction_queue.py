@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class Progress(enum.IntEnum):
-    """The progress of a unit's reduction in one backward pass."""
+    """The progress of the reduction of one unit's gradient in one backward pass."""
 
     COLLECTING = 0  # gradients of this pass are missing
     READY = 1  # all gradients have arrived, and the reduction waits for its turn
@@ -32,21 +32,24 @@ class Reducing(Protocol):
     progress: Progress
 
     def start(self) -> None:
-        """Post the first hop; ``progress`` becomes REDUCING, or REDUCED if the reduction has no hop."""
+        """Post the messages of the first hop, which is an exchange along one axis of ranks.
+
+        ``progress`` becomes REDUCING, or REDUCED if the reduction has no hop, as on a single rank.
+        """
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the messages of the next hop.
+        """Post the messages of the next hop; a hop is an exchange along one axis of ranks.
 
-        With ``finish``, post all hops that are left and wait for the mean, after which ``progress`` is REDUCED.  If
-        ``progress`` is not REDUCING, do nothing.
+        With ``finish``, post the messages of all remaining hops and wait for the mean; ``progress`` is then REDUCED.
+        If ``progress`` is not REDUCING when the method is called, it does nothing.
         """
 
 
 class ReductionQueue:
-    """Starts the reductions of a backward pass in one order, with at most ``bucket`` elements under way at one time.
+    """Starts the gradient reductions of a backward pass in an order that is the same on all ranks.
 
-    A reduction is under way from its start until its mean has arrived.  A gradient with more elements than ``bucket``
-    is reduced when no other reduction is under way.
+    A reduction is under way from its start until its mean has arrived.  At most ``bucket`` elements are under way at
+    one time.  A gradient with more elements than ``bucket`` is reduced when no other reduction is under way.
     """
 
     def __init__(self, bucket: float) -> None:
@@ -58,7 +61,10 @@ class ReductionQueue:
         self._behind = False  # whether a reduction has started since the last call of post_next_hops()
 
     def follow(self, order: Sequence[Reducing]) -> None:
-        """Start reductions in this ``order`` from the next pass on; the order must be the same on all ranks."""
+        """Start reductions in this ``order`` from the next pass on.
+
+        ``order`` has the reductions of all trained units.  It must be the same on all ranks.
+        """
         self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
@@ -67,10 +73,10 @@ class ReductionQueue:
             self._start(self.next)
 
     def finish(self, *, start: bool) -> None:
-        """End a backward pass: post the messages that are left of all reductions under way, and wait for their means.
+        """End a backward pass: post the remaining messages of all reductions under way, and wait for their means.
 
         With ``start``, first start all reductions that have not started, even those whose gradients have not all
-        arrived.
+        arrived.  Without ``start``, no reduction is started.
         """
         while start and self.next is not None:
             self._start(self.next)
@@ -83,8 +89,9 @@ class ReductionQueue:
     def post_next_hops(self) -> None:
         """Post the next hop of every reduction under way, if a reduction has started since the last call.
 
-        Otherwise the method does nothing.  Thus the order in which hops are posted depends only on the order in which
-        reductions start, and is the same on all ranks, even if different units have gradients on different ranks.
+        A hop is an exchange along one axis of ranks.  If no reduction has started since the last call of this method,
+        it does nothing.  Thus the order in which hops are posted depends only on the order in which reductions start.
+        This order is the same on all ranks, even if different units have gradients on different ranks.
         """
         if self._behind:
             self._behind = False
@@ -101,10 +108,10 @@ class ReductionQueue:
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self, reduction: Reducing) -> None:
-        """Make room for ``reduction`` in the bucket, and start it.
+        """Complete earlier reductions until ``reduction`` fits within the limit of elements under way, and start it.
 
         First, each reduction under way posts its next hop.  Then the earliest reductions under way are completed one by
-        one, until the elements of the remaining reductions and of ``reduction`` are at most ``bucket``.
+        one, until the elements of the remaining reductions and of ``reduction`` are at most ``bucket`` together.
         """
         self.post_next_hops()
         for earlier in self._under_way:

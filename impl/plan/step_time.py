@@ -60,7 +60,7 @@ class CodecCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The rates of one cluster in training.
+    """The rates at which one cluster computes and sends, from which the time of a training step is predicted.
 
     Fields in seconds hold for one processor (a core or a GPU) that serves only one rank.  If more ranks than processors
     share a host, predictions multiply all these seconds, except ``latency``, by :meth:`stretch`.
@@ -130,15 +130,15 @@ class Machine:
 
     @property
     def fits(self) -> tuple[Machine, ...]:
-        """One machine for each of the sets of rates that explain the measurements equally well.
+        """Copies of this machine, one for each set of rates that explains the measurements equally well.
 
-        The first has this machine's own rates, and the others have the rates of ``alternatives``.  The returned
-        machines have no alternatives themselves.
+        The first copy has this machine's own rates, and the other copies have the rates of ``alternatives``.  The field
+        ``alternatives`` of every copy is empty.
         """
         return self._changed({}), *(self._changed(changes) for changes in self.alternatives)
 
     def _changed(self, changes: Mapping[str, Any]) -> Machine:
-        """Returns a copy of this machine without alternatives, in which the fields named in ``changes`` differ."""
+        """Returns a copy of this machine with the values of ``changes`` (name of field: value), and no alternatives."""
         return replace(self, alternatives=(), **changes)
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
@@ -150,11 +150,11 @@ class Machine:
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
-        """Returns whether models of this size, and batches of this size, were measured on this machine.
+        """Returns whether a model and a batch are within the range of sizes that was measured on this machine.
 
         ``parameters`` is the number of parameters of the whole model, and ``tokens`` the number of tokens of a rank.
-        The result is True if each lies between the smallest and the largest measured number.  If the field ``largest``
-        is 0, any number of parameters is in range.
+        The result is True if both numbers lie between the smallest and the largest that were measured.  If the field
+        ``largest`` is 0, any number of parameters is in range.
         """
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
@@ -186,9 +186,11 @@ class Machine:
         return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
-        """Returns whether the cost of a codec with the same type and bits as ``codec``, such as ``int4``, was measured.
+        """Returns whether a codec with the same type and bits as ``codec`` was timed on this machine.
 
-        Also returns True if the machine has no costs of codecs at all, since all codecs then count as taking no time.
+        The block size and options of the two codecs may differ: if ``int4:128:clip`` was timed, the result for
+        ``int4:64`` is True.  The result is also True if no codec at all was timed, since predictions then assume that
+        coding takes no time.
         """
         family = str(codec).split(":")[0]
         return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
@@ -204,8 +206,8 @@ class Machine:
     def cost(self, codec: Codec) -> CodecCost:
         """Returns the seconds that ``codec`` takes to encode and to decode an element.
 
-        If ``codec`` was not measured, the result is the cost of the most similar measured codec, whose block size may
-        differ.  Both seconds are 0 if the machine has no costs of codecs.
+        If ``codec`` was not measured, the result is the cost of the measured codec that is most similar to ``codec``
+        (:func:`_likeness`).  Both seconds are 0 if the machine has no costs of codecs.
         """
         if not self.codecs:
             return CodecCost(encode=0.0, decode=0.0)
@@ -255,7 +257,10 @@ class StepTime:
 
     @property
     def critical(self) -> str:
-        """What limits the step: ``link`` if adapters send for longer than the processor is busy, else ``processor``."""
+        """What limits the step: ``link`` or ``processor``.
+
+        The result is ``link`` if a node's adapter sends for longer than the processor is busy.
+        """
         busy = self.compute if math.isnan(self.exposed) else self.seconds - self.exposed
         return "link" if self.wire > busy else "processor"
 
@@ -318,16 +323,17 @@ class Step:
 def step_of(machine: Machine, step: Step) -> StepTime:
     """Predicts the seconds of a step of this engine by simulating the step, unit by unit.
 
-    The simulation follows one rank, and gives each exchange the time of the rank that sends most.  The computation of
-    the model is divided among units in proportion to their elements, unless ``step.computing`` has the seconds of each
-    unit.  The previous optimizer step has changed the weights, so the first forward pass gathers them from all ranks,
-    not from hpZ's copy.
+    The simulation follows one rank, and gives each exchange the time of the rank that sends most.  If
+    ``step.computing`` is empty, the computation of the model is divided among units in proportion to their elements.
+    The simulated step follows another optimizer step, which has changed the weights.  Therefore its first forward pass
+    gathers the weights from all ranks, not from hpZ's copy.
 
-    If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.
+    If the policy's settings change while training (a schedule), the result is the mean over the optimizer steps
+    ``step.steps``.
 
-    If the policy has local steps (DiLoCo), the ranks form groups, each of which shards a copy of all states and trains
-    on its own.  The result is then the mean over ``local_steps`` steps, after which the groups average the changes of
-    each unit once.
+    If the policy has local steps (DiLoCo), the ranks form groups.  Each group has a copy of all states, trains on its
+    own, and averages the weights of each unit with the other groups once in ``local_steps`` steps.  The result is then
+    the mean over these ``local_steps`` steps.
     """
     if step.policy.schedule:
         return _mean_of_phases(machine, step)
@@ -352,10 +358,10 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 class _Outer:
     """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
 
-    With local steps, groups of ranks train by themselves, and average the weights of each unit once in
-    ``policy.local_steps`` optimizer steps.  This exchange is an outer step.  The seconds of the outer steps of all
-    units are divided by ``policy.local_steps``.  Units are exchanged one after the other, while nothing else computes
-    or sends.
+    With local steps, groups of ranks train by themselves.  Once in ``policy.local_steps`` optimizer steps, they average
+    the weights of each unit.  This exchange is the unit's outer step.  The seconds of the outer steps of all units are
+    divided by ``policy.local_steps``.  The prediction assumes that units are exchanged one after the other, while the
+    ranks neither compute nor send other messages.
     """
 
     adapter: float = 0.0  # time in which a node's adapter sends
@@ -364,7 +370,7 @@ class _Outer:
 
     @classmethod
     def of(cls, machine: Machine, step: Step) -> _Outer:
-        """Returns the seconds that outer steps add on average to ``step``, the description of one optimizer step."""
+        """Returns the seconds that outer steps add, on average, to the optimizer step that ``step`` describes."""
         if (every := step.policy.local_steps) is None:
             return cls()
         seconds = _Seconds(machine, step.topology, step.rate)
@@ -377,7 +383,7 @@ class _Outer:
 
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
-    """Predicts the mean seconds of the optimizer steps ``step.steps``, for a policy with a schedule."""
+    """Predicts the mean times of the optimizer steps ``step.steps``, if the policy's settings change while training."""
     numbers = step.policy.phase_counts(*step.steps)
     phases, total = step.policy.phases, sum(numbers.values())
     parts = [
@@ -400,7 +406,7 @@ def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersTime:
-    """The seconds that Muon adds to one step, in which it orthogonalises matrices, and sends momentum and updates."""
+    """The seconds that Muon adds to one step: it orthogonalises matrices, and sends momentum and updates."""
 
     compute: float = 0.0  # Newton-Schulz at the owner with the most floating-point operations
     adapter: float = 0.0  # sending by the adapter of the node that sends most
@@ -410,9 +416,9 @@ class OwnersTime:
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     """Predicts the seconds that Muon adds to a step, for orthogonalising matrices and for exchanges with their owners.
 
-    The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to reach the same number of
-    floating-point operations a second as the model's passes.  There are two exchanges: momentum is sent to the owners,
-    and updates are sent back.  The time of each exchange is the sum of three times:
+    The owner of a matrix is the rank that orthogonalises the matrix by Newton-Schulz iterations.  These are assumed to
+    reach the same number of floating-point operations a second as the model's passes.  There are two exchanges:
+    momentum is sent to the owners, and updates are sent back.  The time of each exchange is the sum of three times:
 
     - sending: the latency of a message, plus ``max(between, inside)``.  ``between`` is the time in which the busiest
       node sends its bytes to other nodes.  ``inside`` is the time in which the busiest rank sends its bytes to ranks of
@@ -492,9 +498,10 @@ class _Seconds:
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, phase: Phase, *, again: bool) -> Collective:
-        """Returns the exchanges of the gather of a unit's weights before a pass of this ``phase``, with their times.
+        """Returns the gather of a unit's weights for a pass of this ``phase``, as exchanges with their times.
 
-        With ``again``, the weights are gathered from hpZ's copy if the policy has hpZ.
+        ``again`` says that the unit was gathered earlier in the step.  If the policy has hpZ, the weights then come
+        from hpZ's copy.
         """
         # A policy with differences sends whole weights only in the first step; any other step is modelled.
         sends = in_phase(policy, phase, "copy" if again else "differences")
@@ -516,21 +523,21 @@ class _Seconds:
         return Collective(hops=tuple(timed), after=self._coding(previous.codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the exchanges of the reduction of a unit's gradient, with their times.
+        """Returns the reduction of a unit's gradient, as exchanges with their times.
 
-        If several groups of ranks hold copies of all shards, the exchanges that gather the mean between the groups are
-        included.
+        If several groups of ranks each hold a copy of all shards, the exchanges between the groups are included.
         """
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the exchanges in which groups of ranks average one unit's weights (the outer step), with times."""
+        """Returns the outer step of a unit, in which groups of ranks average its weights, as exchanges with times."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:
-        """Returns the exchanges of the reduction that consists of ``hops``, with their times.
+        """Returns the reduction that consists of ``hops``, as exchanges with their times.
 
-        The first of the ``hops`` compute a mean; the others, if any, gather this mean from other ranks.
+        The first of the ``hops`` compute a mean.  The remaining hops, if there are any, gather this mean from other
+        ranks.
         """
         # ``after``: seconds in which the rank decodes what the hop before has brought.
         chunked, timed, after = list[list[TimedHop]](), list[TimedHop](), 0.0
@@ -557,10 +564,10 @@ class _Seconds:
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
         """Returns one exchange of ``hop`` with its times in seconds.
 
-        In the exchange, a rank sends one message of ``size`` bytes for every other rank of the axis.  If the hop is a
-        ring, it sends all these messages to the next rank.  If the hop's kind is ``shift``, the exchange is one step of
-        a ring reduction, in which the rank sends a single message.  ``before`` is the time that the rank spends before
-        the exchange on decoding and encoding.
+        In the exchange, a rank sends one message of ``size`` bytes to every other rank of the axis.  If the hop is a
+        ring, the rank sends as many messages, but all of them to the next rank.  If the hop's kind is ``shift``, the
+        exchange is one step of a ring reduction, in which the rank sends a single message.  ``before`` are the seconds
+        that the rank spends on decoding and encoding before the exchange.
         """
         if hop.axis.size == 1:
             return TimedHop(adapter=0.0, before=before, sends=False)

@@ -12,8 +12,8 @@ exchanges along one axis of ranks.  Hops are posted at these times:
 ``tests/impl/plan/test_issue_order.py`` checks that the simulation and the engine have the same order of events.
 
 Small units may be gathered together in pairs (:attr:`~impl.plan.prefetch_schedule.Schedule.pairs`): one call posts a
-hop of both units, and both are ready when the messages of both have arrived and are decoded.  Schedules have pairs only
-for a GPU whose stream waits for messages, as with NCCL.
+hop of both units, and both units are ready when the messages of both units have arrived and are decoded.  Schedules
+have pairs only for a GPU whose stream waits for messages, as with NCCL.
 
 There are three resources: the rank's *processor* (or GPU stream), the node's *adapter* to other nodes, and the links
 between ranks *inside* the node.  Each resource serves one request at a time, in the order of the requests.
@@ -41,7 +41,7 @@ FIRST_GRADIENT: Final = 1 / 3  # share of a unit's backward pass that runs befor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedHop:
-    """One exchange of a gather or reduction, with its times in seconds."""
+    """One exchange of messages in a gather or a reduction, with its times in seconds."""
 
     adapter: float  # time in which a node's adapter sends all messages of the node's ranks
     inside: float = 0.0  # time in which a rank sends all its messages to ranks of its node
@@ -74,8 +74,9 @@ class Collective:
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
     """Returns all exchanges of a reduction that is sent in chunks, in the order in which they are posted.
 
-    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  :func:`impl.plan.hops.in_turns` gives the order.  In
-    the returned exchanges, the fields ``follows`` and ``at_once`` are set for this order.
+    A hop of such a reduction consists of one exchange for each chunk: ``hops[hop][chunk]``.
+    :func:`impl.plan.hops.in_turns` gives the order.  In the returned exchanges, the fields ``follows`` and ``at_once``
+    are set for this order.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
@@ -226,9 +227,10 @@ class _Reduction:
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop; with ``finish``, post all hops that are left, and wait for the mean.
+        """Post the next hop; with ``finish``, post all remaining hops, and wait for the mean.
 
         If all hops are posted already and the last hop stays inside a node, wait for the mean even without ``finish``.
+        If the reduction has not started or has ended, do nothing.
         """
         under_way = self._under_way
         if self.progress is not Progress.REDUCING or under_way is None:
@@ -278,8 +280,8 @@ class Pass:
     def turn(self, least: Seconds) -> None:
         """End the forward pass, and begin the backward pass.
 
-        The backward pass begins now, or at the time ``least`` if this is later.  Units that the schedule keeps gathered
-        stay so; all other units are freed, and must be gathered again.
+        The backward pass begins now, or at the time ``least`` if this is later.  Units that the schedule keeps between
+        the two passes stay gathered.  All other units are freed, and must be gathered again.
         """
         self.seconds = self.forward = np.maximum(self.seconds, least)
         self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
@@ -289,8 +291,8 @@ class Pass:
         """Start the gathers of ``unit`` and of the units in ``ahead``, and wait for the gather of ``unit``.
 
         Units that are gathered, or whose gather has started, are skipped.  Two units that the schedule gathers as a
-        pair are started together.  At most ``MOST_AHEAD`` + 1 gathers are under way at one time, including that of
-        ``unit``.
+        pair are started together.  The number of gathers under way at one time, including that of ``unit``, is at most
+        :data:`~impl.plan.prefetch_schedule.MOST_AHEAD` + 1.
         """
         self._start_gather(unit)
         under_way = sum(gather is not None for gather in self._gathers.values())
@@ -328,16 +330,16 @@ class Pass:
             self._gathers[unit] = None
 
     def first_gradient(self) -> None:
-        """Handle the first gradient of a unit: the reductions under way post their next hops.
+        """Handle the first gradient of a unit: let the reductions of other units post their next hops.
 
-        :meth:`ReductionQueue.post_next_hops` says when they do so.
+        :meth:`ReductionQueue.post_next_hops` decides whether the hops are posted now.
         """
         self._queue.post_next_hops()
 
     def last_gradient(self, units: Sequence[int], reduced: Sequence[int]) -> None:
         """Handle the last gradient of ``units``: free their weights, and start the reductions that may start now.
 
-        ``reduced`` are those of the ``units`` whose gradients are reduced in this pass.
+        ``reduced`` are the indices of those ``units`` whose gradients are reduced in this pass.
         """
         for unit in units:
             del self._gathers[unit]
@@ -346,24 +348,27 @@ class Pass:
         self._queue.start_ready()
 
     def finish(self, *, reduces: bool) -> None:
-        """End the backward pass: wait for all reductions under way.
+        """End the backward pass: wait for the means of all reductions under way.
 
         With ``reduces``, first start the reductions that have not started.
         """
         self._queue.finish(start=reduces)
 
     def start(self, unit: int, purpose: Literal["weights", "gradients"], collective: Collective) -> _UnderWay:
-        """Start ``collective`` for ``unit`` by posting its first hop, and return the collective under way."""
+        """Start ``collective``, a gather or reduction of ``unit``, by posting its first hop.
+
+        Returns a record of the hops that are posted so far.
+        """
         under_way = _UnderWay(unit, purpose, collective, [])
         if under_way.left:
             self.post(under_way)
         return under_way
 
     def complete(self, under_way: _UnderWay) -> None:
-        """Simulate the end of a collective: post its remaining hops, wait for the last hop, and decode.
+        """Simulate the end of a gather or reduction: post its remaining hops, wait for the last hop, and decode.
 
-        The simulated time moves on accordingly.  If ``under_way`` is one of two gathers that run together as a pair,
-        both gathers end.
+        The current time (:attr:`seconds`) advances by the time that this takes.  If ``under_way`` is one of two gathers
+        that run together as a pair, both gathers end.
         """
         collectives = under_way.pair or (under_way,)
         while any(each.left for each in collectives):
@@ -378,10 +383,11 @@ class Pass:
                 self.events.append(("mean", each.unit))
 
     def post(self, under_way: _UnderWay) -> None:
-        """Post the next hop, and all later hops that are posted at the same event (:attr:`TimedHop.at_once`).
+        """Post the next hop of ``under_way``, and all later hops that are posted together with it.
 
-        Before a hop is posted, the rank waits for the hop that it follows (:attr:`TimedHop.follows`).  If ``under_way``
-        is one of two gathers that run together as a pair, the next hop of the other gather is posted too.
+        A hop with :attr:`TimedHop.at_once` is posted together with the hop before.  Before a hop is posted, the rank
+        waits for the earlier hop that it follows (:attr:`TimedHop.follows`).  If ``under_way`` is one of two gathers
+        that run together as a pair, the next hop of the other gather is posted too.
         """
         self._post(under_way.pair or (under_way,))
         hops, arrivals = under_way.collective.hops, under_way.arrivals
@@ -389,7 +395,11 @@ class Pass:
             self._post((under_way,))
 
     def _post(self, collectives: Sequence[_UnderWay]) -> None:
-        """Post the next hop of each of ``collectives``; hops along the same axis are posted by one call."""
+        """Post the next hop of each of ``collectives``.
+
+        Before a hop is posted, the rank waits for the earlier hop that it follows (:attr:`TimedHop.follows`).  If all
+        posted hops are along the same axis, one call posts them.
+        """
         posted = [(each, each.collective.hops[len(each.arrivals)]) for each in collectives if each.left]
         for each, hop in posted:
             if 0 < hop.follows <= len(each.arrivals):
@@ -402,7 +412,10 @@ class Pass:
             self._send(each, hop)
 
     def _send(self, under_way: _UnderWay, hop: TimedHop) -> None:
-        """Send the messages of ``hop`` over the links, after all messages that were posted before."""
+        """Send the messages of ``hop``: each link sends them after all messages that were posted earlier.
+
+        The method only records when the messages are sent and when they arrive; the current time does not advance.
+        """
         begin = arrival = self.seconds
         if hop.adapter:
             begin = np.maximum(self._adapter_free, self.seconds)

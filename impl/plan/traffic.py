@@ -1,8 +1,8 @@
 """Predicts the bytes and messages that a policy sends, from the policy and the units' layout alone.
 
-The prediction counts the messages of the hops that the engine sends (:mod:`impl.plan.hops`).  Tests check that
-:func:`predict` and the engine's ledger agree to the byte.  A message counts once for each destination other than the
-sender.  In a ring, all messages of a rank go to the next rank.
+The prediction counts the messages of the hops that the engine sends (:mod:`impl.plan.hops`).  During training, each
+rank records in its ledger what it sends.  Tests check that :func:`predict` and this ledger agree to the byte.  A
+message counts once for each destination other than the sender.  In a ring, all messages of a rank go to the next rank.
 
 Pure: no torch.
 """
@@ -43,7 +43,10 @@ MASTER_BYTES: Final = 4  # bytes of an element of a master: one fp32
 
 
 class Tag(NamedTuple):
-    """The phase, purpose and unit of a message; a :class:`LedgerKey` has also the axis and the kind of link."""
+    """The phase of training in which a message is sent, and the purpose and the unit of the message.
+
+    A :class:`LedgerKey` consists of these fields, the axis and the kind of link.
+    """
 
     phase: Phase
     purpose: Purpose
@@ -80,7 +83,7 @@ class CopyKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A budget's choice, made during training, of the codec for the messages of one unit."""
+    """The codec that a budget (``policy.budget``) has chosen during training for the messages of one unit."""
 
     step: int  # number of optimizer steps that were taken before the first step with this codec
     purpose: Budgeted
@@ -110,8 +113,9 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """Returns the number of messages that ``rank`` sends over each kind of link in one exchange along ``axis``.
 
+    The kinds are ``inter`` (to other nodes) and ``intra`` (inside the node); a kind without messages is left out.
     ``rank`` sends one message to each other rank of its group along the axis.  In a ``ring``, it sends the same number
-    of messages, but all of them to the next rank of the group.  A kind of link without messages is left out.
+    of messages, but all of them to the next rank of the group.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
@@ -123,8 +127,9 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
     """Returns the bytes and messages that ``rank`` sends over each kind of link if its messages differ in size.
 
+    The kinds are ``inter`` (to other nodes) and ``intra`` (inside the node); a kind without messages is left out.
     ``rank`` sends ``sizes[i]`` bytes to the i-th rank of its group along ``axis``.  It sends nothing to itself, and no
-    message of 0 bytes.  A kind of link without messages is left out.
+    message of 0 bytes.
     """
     sent: dict[Link, Sent] = {}
     for target, size in zip(axis.group(rank), sizes, strict=True):
@@ -151,7 +156,10 @@ class Book:
     routes: set[tuple[Axis, bool]] = field(default_factory=set)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
-        """Count one message of ``size`` bytes from this rank to every other rank along ``axis``."""
+        """Count one message of ``size`` bytes from this rank to every other rank along ``axis``.
+
+        In a ``ring``, the same number of messages is counted, but all of them go to the next rank.
+        """
         self.routes.add((axis, ring))
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
             key = LedgerKey(*tag, axis.name, link)
@@ -160,7 +168,11 @@ class Book:
             self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
     def method_message(self, tag: Tag, message: MethodMessage) -> None:
-        """Count one message that a user's own reduction or gather declares."""
+        """Count one exchange along an axis, which a user's own reduction or gather declares as ``message``.
+
+        If the kind of the exchange is ``shift``, this rank sends one message to the next rank.  Otherwise it sends one
+        message to every other rank along the axis.
+        """
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
         self.routes.add((axis, shift))
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
@@ -174,9 +186,9 @@ class Book:
     def fits(self, rank: int) -> bool:
         """Returns whether the counts of this book also hold for ``rank``.
 
-        The book counts the messages of one rank.  Its counts hold for ``rank`` too if both ranks send equally many
-        messages over each kind of link.  This is compared for every kind of exchange counted so far (``routes``), but
-        not for exchanges that :meth:`uneven` has counted.
+        The book counts the messages of one rank.  Its counts hold for another rank too if both ranks send equally many
+        messages over each kind of link.  The method compares these numbers for every kind of exchange counted so far
+        (``routes``), but not for exchanges that :meth:`uneven` has counted.
         """
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
@@ -185,11 +197,14 @@ class Book:
         return all(mine == other for mine, other in both)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
-        """Count one message of ``size`` bytes from this rank to every other rank, in the phase ``step``."""
+        """Count one message of ``size`` bytes from this rank to every other rank of the run, in the phase ``step``.
+
+        By default it is a control message, which carries neither weights nor gradients.
+        """
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
     def norm(self, axes: Iterable[Axis]) -> None:
-        """Count the messages of one gradient norm, for which ranks exchange their sums of squares.
+        """Count the messages of one gradient norm, for which ranks exchange the sums of squares of their gradients.
 
         The sums are gathered along each of the ``axes`` in turn.  Along the first axis, this rank sends its own
         sum, 8 bytes, to every other rank.  Along each later axis, it sends all the sums that it has by then.
@@ -221,17 +236,17 @@ class Book:
         self.uneven(UPDATE, owners.axis, owners.from_owners[me])
 
     def send(self, tag: Tag, hops: Iterable[Hop]) -> None:
-        """Count the messages of a gather or of a reduction."""
+        """Count the messages of a gather or a reduction that consists of ``hops``."""
         for hop in hops:
             for size in hop.sizes:
                 self.exchange(tag, hop.axis, size, ring=hop.ring)
 
 
 def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
-    """Returns the axes along which ranks exchange their sums of squares for a gradient norm.
+    """Returns the axes along which ranks exchange the sums of squares of their gradients, for the gradient norm.
 
-    Without local steps this is the axis of all ranks.  With local steps these are the axes inside a state group, that
-    is, a group of ranks that share one copy of all sharded states and train by themselves.
+    Without local steps, the result is the axis of all ranks.  With local steps, groups of ranks, each with a copy of
+    all sharded states, train by themselves.  The result is then the axes inside one such group.
     """
     if policy.local_steps is None:
         return (topology.world_axis,)
@@ -262,14 +277,14 @@ def predict(
     - ``changed`` (``Zero.weights_changed``): all weights change.
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
     - ``dropped`` (``Zero.drop_gradients``): if the policy sends differences between the weights and hpZ's copy, the
-      next gather that would send differences sends whole weights.  A user's own gather is told that
-      the weights were loaded.
+      next gather that is due to send differences sends the weights themselves.  A user's own gather is told that the
+      weights were loaded.
 
     With offload, data is copied between host and device:
 
     - Each reduction copies the mean gradient of an offloaded master, 4 bytes for each element, to the host.
-    - The encoded master is copied to the device once a step.  If encoded masters are offloaded too, it is copied
-      whenever it is sent.
+    - The encoded form of an offloaded master is copied to the device once a step.  If encoded masters are offloaded
+      too, it is copied to the device whenever it is sent.
     - If hpZ's copy is offloaded, it is copied to the host when it is made, and to the device when it is used.
 
     Args:
@@ -355,7 +370,7 @@ def predict(
 
 @dataclass(slots=True)
 class _Hops:
-    """Caches the hops of gathers and reductions, which are equal for all units with the same policy and shard size."""
+    """Caches the hops of gathers and reductions; units with the same policy and shard size have the same hops."""
 
     topology: Topology
     # The key is (function, identity of the policy, arguments), since identities are compared faster than policies.  The
@@ -365,9 +380,9 @@ class _Hops:
     def of(
         self, compile_: Callable[..., tuple[Hop, ...]], policy: Policy, *arguments: int | str
     ) -> tuple[Hop, ...]:
-        """Returns the hops that ``compile_``, a function of :mod:`impl.plan.hops`, computes; computes them only once.
+        """Returns the hops that ``compile_``, a function of :mod:`impl.plan.hops`, returns for these arguments.
 
-        ``compile_`` is called with ``policy``, the topology and ``arguments``.
+        ``compile_`` is called with ``policy``, the topology and ``arguments``, and only once for the same arguments.
         """
         key = (compile_, id(policy), *arguments)
         if key not in self._known:
@@ -376,7 +391,7 @@ class _Hops:
 
 
 class Placement(NamedTuple):
-    """Whether the parts of one unit's state are in host memory (True) or on the device (False)."""
+    """For each part of one unit's state, whether the part is in host memory (True) or on the device (False)."""
 
     # The masters, their mean gradient and their optimizer state.  For a frozen unit: the shard.
     shard: bool = False
@@ -436,8 +451,8 @@ class _Sender:
 
         The copies are the gathered weights, hpZ's copy, and the encoded weights of an offloaded master on the device.
 
-        After the event ``changed`` the next gather sends whole weights, not the differences between
-        the weights and hpZ's copy.
+        After the event ``changed`` the next gather sends the weights themselves, not the differences between the
+        weights and hpZ's copy.
         """
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
@@ -449,8 +464,9 @@ class _Sender:
     def follow(self, policy: Policy) -> None:
         """Count, from now on, the messages that ``policy`` sends.
 
-        If ``policy`` gathers weights in another way than the policy before, the next gather sends whole
-        weights.  It sends neither hpZ's copy of the weights, nor the differences between the weights and this copy.
+        If ``policy`` gathers weights in another way than the policy before, hpZ's copy of the weights is outdated.  The
+        next gather then sends the weights themselves, not hpZ's copy, and not the differences between the weights and
+        this copy.
         """
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
@@ -491,14 +507,15 @@ class _Sender:
     def _sends(self) -> Sends:
         """Returns what the next gather sends: ``copy``, ``differences`` or ``weights``.
 
-        - If hpZ's copy holds the current weights: ``copy``.
-        - Otherwise, if the policy does not send differences: ``weights``, so that whole weights are sent.
-        - Otherwise: ``differences``, the weights minus hpZ's copy.  There are two exceptions with the result
-          ``weights``: whole weights were never sent or must be sent again (the field ``steps`` is None), or they were
-          sent ``refresh`` or more optimizer steps ago (``policy.refresh``; 0: no such limit).
+        - ``copy`` (hpZ's copy of the weights): if this copy holds the current weights.
+        - ``weights`` (the weights themselves): if the copy is outdated and one of three conditions holds.  Either the
+          policy does not send differences.  Or the weights themselves were never sent or must be sent again (the field
+          ``steps`` is None).  Or the weights themselves were sent ``refresh`` or more optimizer steps ago
+          (``policy.refresh``; 0: no such limit).
+        - ``differences`` (the weights minus hpZ's copy): in all other cases.
 
-        ``steps`` counts the optimizer steps since whole weights were sent.  In the two exceptions, this method sets
-        ``steps`` to 0.
+        The field ``steps`` counts the optimizer steps since the weights themselves were sent.  If the policy sends
+        differences and the result is ``weights``, this method sets ``steps`` to 0.
         """
         if self.current:
             return "copy"
@@ -510,12 +527,16 @@ class _Sender:
         return "weights"
 
     def meet(self) -> None:
-        """Count the messages of an outer step, in which groups average how far the masters of this unit have moved."""
+        """Count the messages of an outer step for this unit.
+
+        With local steps, groups of ranks train by themselves.  In an outer step, they average the changes of the unit's
+        masters (fp32 weights) since the last outer step.
+        """
         hops = self.hops.of(outer_hops, self.policy, self.unit.piece, self.policy.grain)
         self.book.send(Tag("step", "gradients", self.unit.name), hops)
 
     def reduce(self) -> None:
-        """Count the messages of a reduction of this unit's gradient, and the copy of the mean to the host, if any."""
+        """Count the messages of a reduction of this unit's gradient, and with offload the mean's copy to the host."""
         policy, unit, book = self.policy, self.unit, self.book
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard

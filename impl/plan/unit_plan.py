@@ -42,7 +42,7 @@ class Contents(Protocol):
 
 
 class Members(NamedTuple):
-    """The parameters of one unit, before their places in the unit's flat buffer are decided."""
+    """The parameters of one unit, before their places in the unit's flat buffer (its gathered weights) are decided."""
 
     name: str
     home: str  # name of the unit's block, :data:`PERSISTENT` or :data:`ROOT`
@@ -95,7 +95,8 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
     Raises:
         PaddingError: if a unit has more padding than ``memory.max_padding`` allows.  The message names the unit with
             the largest share of padding.  Persistent units may have any padding.
-        PolicyError: if the policy has more fragments (``local_fragments``) than the model has trained units.
+        PolicyError: if the policy divides the units into more fragments (``local_fragments``) than the model has
+            trained units.
     """
 
     def laid_out(unit: Contents, max_padding: float) -> UnitGeometry:
@@ -132,7 +133,7 @@ def plan_units(
 
     Raises:
         PolicyError: if the policy does not fit the topology, or has more fragments than the model has trained units.
-        GeometryError: if a unit cannot be laid out, for example because it would have too much padding.
+        GeometryError: if a unit cannot be laid out, for example because it needs too much padding.
     """
     policy.check(topology)
     return geometries_of(members_of(parameters, blocks, policy.memory), topology, policy)

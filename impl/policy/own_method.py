@@ -9,8 +9,8 @@ Such a class is called a *method*.  There are two kinds of methods:
 - A method of gathering gathers a unit's weights.  A policy names it in ``gather``:
   ``Policy(gather=method(Differences))``.  :mod:`impl.unit.own_gather` runs it, and documents its class.
 
-Pure: no torch.  The module of a user's class is imported on first use, so that records and plans that name the class
-can be read where its module is missing.
+Pure: no torch.  The module of a user's class is imported on first use.  Therefore records and plans that name the class
+can be read on a machine that lacks this module.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ Change = Literal["stepped", "loaded", "unchanged"]
 
 
 class GatherInfo(NamedTuple):
-    """Describes one gather to the method that carries it out; all ranks get the same description."""
+    """Describes one gather of a unit's weights to the user's class that carries it out.
+
+    All ranks get the same description.
+    """
 
     phase: Literal["forward", "backward", "evaluate"]  # the pass that needs the weights
     # How the weights have changed since the unit's last gather.  It is ``loaded`` also in the first gather, and in the
@@ -61,14 +64,17 @@ class GatherInfo(NamedTuple):
 
 
 class MethodError(ValueError):
-    """Raised if a user's class lacks what a method must have, or if its code fails.
+    """Raised if a user's class cannot be used to reduce gradients or to gather weights, or if its code fails.
 
     The message names the class and says what is wrong.
     """
 
 
 class MethodLaw(enum.Enum):
-    """A property that a user's class can promise; ``zeropp check method`` tests the laws that the class promises."""
+    """A property that a user's class, which reduces gradients or gathers weights, can promise (a law).
+
+    ``zeropp check method`` tests the laws that the class promises.
+    """
 
     SAME_ON_ALL_RANKS = (
         "an element of the mean has the same bits on every rank that computes it, however the mean is sharded"
@@ -100,12 +106,12 @@ class MethodSlot(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """One past the parameter's last element."""
+        """The place in the unit's gradient one past the parameter's last element."""
         return self.offset + self.numel
 
     @property
@@ -120,7 +126,7 @@ class MethodSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MethodUnit:
-    """The unit that a method reduces or gathers, as one rank sees it: P elements, of which this rank keeps S."""
+    """A unit that a user's class reduces or gathers, as one rank sees it: P elements, of which this rank keeps S."""
 
     name: str
     slots: tuple[MethodSlot, ...]  # the parameters; elements outside of all slots are padding
@@ -130,7 +136,7 @@ class MethodUnit:
 
     @classmethod
     def of(cls, geometry: UnitGeometry, rank: int) -> MethodUnit:
-        """Returns the unit that ``geometry`` lays out, with the shard of ``rank``."""
+        """Returns the description of a unit for ``rank``, from the unit's layout ``geometry``."""
         slots = (MethodSlot(slot.spec.name, slot.spec.shape, slot.offset) for slot in geometry.slots)
         return cls(geometry.name, tuple(slots), geometry.padded, *geometry.bounds(rank))
 
@@ -147,9 +153,9 @@ class MethodUnit:
     def rows(self, whole: Any, ranks: int) -> Any:
         """Returns the shards of ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` keeps.
 
-        ``ranks`` is the number of all ranks.  There are P / S different shards.  If several groups of ranks keep a
-        whole copy each, this number is smaller than ``ranks``, and the shards are repeated.  With 4 ranks in 2 groups,
-        the rows 0 and 2 are the first shard, and the rows 1 and 3 are the second.
+        ``ranks`` is the number of all ranks.  There are P / S different shards.  If several groups of ranks each keep
+        all shards, there are fewer shards than ranks, and the shards are repeated.  With 4 ranks in 2 groups, the rows
+        0 and 2 are the first shard, and the rows 1 and 3 are the second shard.
         """
         shards = self.numel // self.shard
         return whole.view(shards, -1).repeat(ranks // shards, 1)
@@ -193,9 +199,9 @@ class OwnMethod:
 
     @property
     def readable(self) -> bool:
-        """Whether the class can be read: it was given as a class, or its module may be imported.
+        """Whether the attributes of the class may be read: it was given as a class, or its module may be imported.
 
-        Inside :func:`impl.named_object.forbidden`, no module may be imported.
+        Inside the context :func:`impl.named_object.forbidden`, no module of a user may be imported.
         """
         return self.kind is not None or allowed()
 
@@ -203,17 +209,17 @@ class OwnMethod:
     def definition(self) -> type[Any]:
         """The class, which is imported if necessary.
 
-        Raises MethodError: if the class cannot be imported, or lacks what a method must have.
+        Raises MethodError: if the class cannot be imported, or is not accepted by :func:`checked`.
         """
         return self.kind or _imported(self.name)
 
     @property
     def laws(self) -> frozenset[MethodLaw]:
-        """The laws that the class promises."""
+        """The laws that the class promises (:class:`MethodLaw`); empty if the class names none."""
         return frozenset(LAWS[name] for name in getattr(self.definition, "laws", ()))
 
     def check_role(self, role: Role) -> None:
-        """Raises a MethodError if the class does not fit the policy's field ``role``, ``reduce`` or ``gather``."""
+        """Raises a MethodError if the class cannot be used in the policy's field ``role``: ``reduce`` or ``gather``."""
         other = role_of(self.definition)
         if other not in (None, role):
             expected = {"reduce": "start(gradient)", "gather": "start(weights, gather)"}
@@ -224,7 +230,7 @@ class OwnMethod:
             )
 
     def make(self, unit: MethodUnit, wire: Any) -> Any:
-        """Returns a new object of the class, for one unit on one rank."""
+        """Returns a new object of the class for one unit on one rank; the object sends through ``wire``."""
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
@@ -249,13 +255,14 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Returns a value for a policy's field ``reduce`` or ``gather`` that makes a user's class do this work.
+    """Returns a value for a policy's field ``reduce`` or ``gather`` that names a user's class and its arguments.
 
-    ``source`` is the class, or its name as ``module:Class``.  The ``arguments`` are passed to the class when it is
-    constructed.  For example: ``Policy(reduce=method(PowerSGD, rank=4))``.
+    With this value, the user's class reduces gradients or gathers weights.  ``source`` is the class, or its name as
+    ``module:Class``.  The ``arguments`` are passed to the class when it is constructed.  For example:
+    ``Policy(reduce=method(PowerSGD, rank=4))``.
 
-    Raises MethodError: if a class lacks what a method must have; if the name has another form; or if an argument is
-    not a number, text, bool, list or tuple.
+    Raises MethodError: if a class is not accepted by :func:`checked`; if the name does not have the form
+    ``module:Class``; or if an argument is not a number, text, bool, list or tuple.
     """
     values = tuple(
         (name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items()
@@ -282,7 +289,10 @@ def _imported(name: str) -> type[Any]:
 
 
 def checked(name: str, kind: Any) -> type[Any]:
-    """Returns ``kind`` if it is a class that can be used as a method, and otherwise raises an error.
+    """Returns ``kind`` if it is a class that can reduce gradients or gather weights, and otherwise raises an error.
+
+    Such a class has the methods ``start`` and ``finish``, defines both ``state`` and ``load`` or neither, and has all
+    methods that its laws need (:class:`MethodLaw`).
 
     Raises MethodError: the message begins with ``name``, the class's name, and says what is missing or wrong.
     """
@@ -319,7 +329,8 @@ def role_of(kind: type[Any]) -> Role | None:
     """Returns the policy's field in which the user's class ``kind`` can be used, ``reduce`` or ``gather``.
 
     A class with ``start(gradient)`` can be used in ``reduce``, and a class with ``start(weights, gather)`` in
-    ``gather``.  Returns None if ``start()`` takes any number of arguments, or has no signature that Python can read.
+    ``gather``.  Returns None if the field is not known, because ``start()`` takes any number of arguments, or has no
+    signature that Python can read.
     """
     try:
         parameters = list(inspect.signature(kind.start).parameters.values())
@@ -350,8 +361,9 @@ def axis_of(topology: Topology, name: str) -> Axis:
 class PlannedWire:
     """A stand-in for the wire, for a user's class that is constructed only to call its ``bytes()``.
 
-    The wire is the object through which ranks send.  The stand-in tells the class how many ranks an axis has, and the
-    rank's index along the axis, but it cannot send: a call that would send raises a MethodError.
+    The wire is the object through which ranks send.  The stand-in tells the class how many ranks a group along an axis
+    has, and which index the rank has in its group.  The stand-in cannot send: its methods that send on a real wire
+    raise a MethodError.
     """
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
@@ -436,7 +448,8 @@ def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeom
 
     Frozen and persistent units are left out, since the class does not gather them.  No running ranks are needed.
 
-    Raises MethodError: if the class cannot be imported or constructed.  The functions raise it if ``bytes()`` is wrong.
+    Raises MethodError: if the class cannot be imported or constructed.  The returned functions raise it if ``bytes()``
+    is wrong.
     """
 
     def messages(unit: MethodUnit, instance: Any, gather: GatherInfo) -> tuple[MethodMessage, ...] | None:

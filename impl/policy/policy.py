@@ -301,7 +301,10 @@ class Policy:
         return self.gather if isinstance(self.gather, OwnMethod) else None
 
     def _gather_errors(self) -> Iterator[str]:
-        """Yield an error for each field whose value does not go together with a user's class that gathers weights."""
+        """Yield an error message for each field whose value a user's class that gathers weights does not allow.
+
+        Without such a class, there are no messages.
+        """
         if (own := self.own_gather) is None:
             return
         way_out = "or set gather='hierarchical'"
@@ -321,7 +324,10 @@ class Policy:
             yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from the budget"
 
     def _method_errors(self) -> Iterator[str]:
-        """Yield an error for each field whose value does not go together with a user's class that reduces gradients."""
+        """Yield an error message for each field whose value a user's class that reduces gradients does not allow.
+
+        Without such a class, there are no messages.
+        """
         if (own := self.own_reduce) is None:
             return
         usual = {
@@ -350,7 +356,7 @@ class Policy:
             yield f"reduce='{own}' does not allow budget '{self.budget}', which {chooses}: {way_out}"
 
     def _contradictions(self) -> Iterator[str]:
-        """Yield an error for each combination of built-in settings that cannot be carried out."""
+        """Yield an error message for each combination of built-in settings that cannot be carried out."""
         if any(out_of_range(self)):
             numbers = (each for each in settings(Policy) if each.least is not None and not each.part)
             ranked = sorted(
@@ -403,7 +409,11 @@ class Policy:
             yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
-        """Yield an error for each field that conflicts with hpZ, and for each field that has no effect without hpZ."""
+        """Yield an error message for each field that conflicts with hpZ, and for each that has no effect without hpZ.
+
+        The fields ``differences`` and ``refresh``, with which weights are sent as differences from hpZ's copy, are
+        checked too.
+        """
         formats = self.secondary_format
         changed = {
             "secondary_format": None if formats == "frames" else formats,
@@ -434,7 +444,11 @@ class Policy:
             yield f"differences='{self.differences}' {needs}; {values}: {way_out}"
 
     def _budget_errors(self) -> Iterator[str]:
-        """Yield an error for each setting, of the policy or of the budget, that conflicts with the bit budget."""
+        """Yield an error message for each setting, of the policy or of the budget, that conflicts with the bit budget.
+
+        A budget (:class:`BitBudget`) limits the bits that are sent, and chooses codecs during training.  Without a
+        budget, there are no messages.
+        """
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
@@ -459,7 +473,10 @@ class Policy:
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
 
     def _schedule_errors(self) -> Iterator[str]:
-        """Yield an error for each contradiction inside the schedule, or between the schedule and another field."""
+        """Yield an error message for each contradiction inside the schedule, or between the schedule and another field.
+
+        The schedule has the changes of the policy while training.  Without a schedule, there are no messages.
+        """
         if not self.schedule:
             return
         yield from check_order(self.schedule)
@@ -488,10 +505,10 @@ class Policy:
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
 
     def _owned_errors(self) -> Iterator[str]:
-        """Yield an error for each codec in ``owned`` that Muon cannot use.
+        """Yield an error message for each codec in ``owned`` that Muon cannot use.
 
-        ``owned`` are the codecs in which Muon sends the momentum of a matrix to the rank that orthogonalises the
-        matrix, and the updates back.
+        The field ``owned`` has two codecs.  In the first, ranks send the momentum of a matrix to its owner, the rank
+        that orthogonalises the matrix.  In the second, the owner sends updates back.
         """
         codecs: object = self.owned
         if not isinstance(codecs, tuple) or len(codecs) != 2:
@@ -503,10 +520,12 @@ class Policy:
                 yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _local_errors(self) -> Iterator[str]:
-        """Yield an error for each wrong value of the fields of local steps (``local_steps``, ``outer_rate``, ...).
+        """Yield an error message for each wrong value of a field of local steps (``local_steps``, ``outer_rate``, ...).
 
-        Also yield an error for each other field whose value local steps do not allow.  If ``local_steps`` is None,
-        yield an error for each field of local steps that is set, since it has no effect.
+        With local steps, groups of ranks train apart from one another, and exchange weights after some of the steps.
+        Also yield an error message for each other field whose value local steps do not allow.  If ``local_steps`` is
+        None, yield an error message for each of the other fields of local steps that is set, since that field has no
+        effect.
         """
         steps, fragments = self.local_steps, self.local_fragments
         for name, kind, expected in (
@@ -567,9 +586,9 @@ class Policy:
                 yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
-        """Yield an error for each gradient codec that does not allow ``chunks``, the cutting of shards into parts.
+        """Yield an error message for each gradient codec that does not allow shards to be cut into ``chunks``.
 
-        Such a codec has a single scale for a whole shard.  With ``chunks=1`` there are no errors.
+        Such a codec has a single scale for a whole shard.  With ``chunks=1`` there are no messages.
 
         If ``user_codecs`` is True, only codecs of class ``OwnCodec`` are checked, and the modules that define them are
         imported.  If it is False, the codecs of all other classes are checked.
@@ -615,14 +634,15 @@ class Policy:
 
     @property
     def phases(self) -> tuple[Policy, ...]:
-        """The different policies that the steps of a run have, in the order in which a run first uses them.
+        """The different policies that hold during a run, in the order in which the run first uses them.
 
-        None of these policies has a schedule.
+        There are several if the field ``schedule`` changes the policy while training.  None of the returned policies
+        has a schedule.
         """
         return _compiled(self)[0] if self.schedule else (self,)
 
     def phase_at(self, step: int) -> int:
-        """Returns the index in ``phases`` of the policy in force in optimizer step ``step``; steps count from 0."""
+        """Returns the index in :attr:`phases` of the policy that holds in optimizer step ``step``, counted from 0."""
         begin = 0
         for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
             if step < end:
@@ -655,10 +675,10 @@ class Policy:
     def for_steps(self, steps: int) -> Policy:
         """Returns a copy of this policy for a run of ``steps`` optimizer steps.
 
-        In the copy, each span of the schedule ends at a known step, even if its end was given as a share of the run.
+        A span is a part of the schedule: consecutive steps in which the same fields are changed.  The end of a span may
+        be given as a share of the run; in the copy, the end is the number of a step.
 
-        Raises PolicyError: if a span would contain no step of this run, or if the last span does not end at the last
-        step.
+        Raises PolicyError: if a span contains no step of this run, or if the last span does not end at the last step.
         """
         try:
             return replace(self, schedule=over(self.schedule, steps)) if self.schedule else self
@@ -674,9 +694,9 @@ class Policy:
     def gathering(self) -> tuple[object, ...]:
         """The values of all fields that decide how weights are gathered.
 
-        A schedule may change these values from one step to the next.  The next gather then sends whole weights, as at
-        the start of training.  It sends neither hpZ's copy of the weights, nor the differences between the weights and
-        this copy.
+        A schedule may change these values while training.  The next gather then sends the weights themselves, as at the
+        start of training.  It sends neither hpZ's copy of the weights, nor the differences between the weights and this
+        copy.
         """
         if self.own_gather is not None:
             return (self.gather,)
@@ -684,7 +704,10 @@ class Policy:
         return (self.weights, self.gather, *copy)
 
     def _with_span(self, span: Span) -> Policy:
-        """Returns the policy of the steps in which the changes of ``span`` hold."""
+        """Returns the policy, without a schedule, of the steps in which the changes of ``span`` hold.
+
+        A span is a part of the schedule: it gives values to some of the policy's fields for a part of the run.
+        """
         changes = dict(span.changes)
         if changes.get("secondary") == 0:
             changes = _NO_COPY | changes
@@ -706,9 +729,10 @@ class Policy:
         }
 
     def with_choice(self, purpose: Budgeted, codec: Codec) -> Policy:
-        """Returns a copy of this policy in which ``codec`` is the codec for ``purpose``, as a budget has chosen it.
+        """Returns a copy of this policy in which ``codec``, which a budget has chosen, is the codec for ``purpose``.
 
-        The copy keeps the grain of this policy, so that the layout of units does not change.
+        The copy keeps the grain of this policy (the alignment of parameters and shards), so that the layout of units
+        does not change.  For gradients, ``codec`` is used between nodes only.
         """
         sent: Any = {"weights": codec, "gradients": (self.gradients[0], codec)}[purpose]
         return replace(self, align=self.grain, **{purpose: sent})
@@ -736,7 +760,10 @@ class Policy:
 
     @property
     def copy_codec(self) -> Codec:
-        """The codec in which a rank keeps its part of hpZ's copy, and sends it to the other ranks of the hpZ group."""
+        """The codec of hpZ's copy of the weights, of which each rank of a group (such as a node) keeps a part.
+
+        A rank keeps its part in this codec, and sends it in this codec to the other ranks of the group.
+        """
         if self.inside is not None:
             return self.inside
         return self.weights if self.secondary_format == "frames" else Raw(self.secondary_format)
@@ -745,15 +772,15 @@ class Policy:
     def sends_copy(self) -> bool:
         """Whether forward passes send hpZ's copy inside the group of ranks that share it, as backward passes always do.
 
-        In a forward pass, a rank receives encoded weights, or differences, from other groups.  If the result is True,
-        it updates its part of hpZ's copy with them, and sends this part inside its group.  If the result is False, it
-        sends the received bytes on unchanged.
+        In a forward pass, a rank first receives encoded weights, or their differences from hpZ's copy, from other
+        groups.  If the result is True, the rank updates its part of the copy with the received values, and then sends
+        this part inside its group.  If the result is False, the rank sends the received bytes on unchanged.
         """
         return self.inside is not None or self.differences is not None
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced after each micro-batch; if not, they are added up locally, and reduced once."""
+        """Whether gradients are reduced after each micro-batch; if not, their local sum is reduced once a step."""
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
 
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
@@ -794,8 +821,8 @@ class Policy:
     def for_unit(self, unit: UnitGeometry) -> Policy:
         """Returns the policy with which ``unit`` is gathered and reduced.
 
-        It depends on whether the unit is frozen or persistent (:meth:`for_kind`), and on the shapes of its parameters
-        (:meth:`by_shape`).
+        The result depends on whether the unit is frozen or persistent (:meth:`for_kind`), and on the shapes of the
+        unit's parameters (:meth:`by_shape`).
         """
         policy = self.for_kind(trainable=unit.trainable, persistent=unit.persistent)
         shaped = policy.by_shape([slot.spec.shape for slot in unit.slots], unit.world, unit.shard)
@@ -806,8 +833,8 @@ class Policy:
 
         Two settings depend on the shapes:
 
-        - ``blocks='shape'``: the codecs of the returned policy have the block sizes that DeepSpeed would use for these
-          shapes, and its ``blocks`` is ``codec``.  If the unit has no matrix, its gradients are cast instead of
+        - ``blocks='shape'``: the codecs of the returned policy have the block sizes that DeepSpeed chooses for these
+          shapes, and the field ``blocks`` is ``codec``.  If the unit has no matrix, its gradients are cast instead of
           quantised, without error feedback, and are summed in fp32.
         - ``planes``: if the unit has no matrix, the returned policy has ``planes=1``.
 
@@ -833,11 +860,11 @@ class Policy:
         return replace(policy, gradients=(first, second), weights=weights, blocks="codec")
 
     def without_secondary(self) -> Policy:
-        """Returns the policy without hpZ and the fields that need it."""
+        """Returns a copy of this policy without hpZ; all fields that need hpZ have their default values in the copy."""
         return replace(self, **_NO_COPY)
 
     def secondary_ranks(self, topology: Topology) -> int:
-        """Returns the number of ranks that share one copy of the weights kept by hpZ on ``topology``; 0 without hpZ."""
+        """Returns the number of ranks of ``topology`` that share one of hpZ's copies of the weights; 0 without hpZ."""
         return topology.ranks_per_node if self.secondary == "node" else self.secondary
 
     def check(self, topology: Topology) -> None:
@@ -892,9 +919,10 @@ class Policy:
             )
 
     def _user_codec_errors(self) -> Iterator[str]:
-        """Yield an error for each codec of class ``OwnCodec`` that does not fit this policy.
+        """Yield an error message for each codec of class ``OwnCodec`` that does not fit this policy.
 
-        To find these errors, the codecs' modules are imported, which is not done when the policy is built.
+        To find these errors, the method imports the modules that define the codecs.  Building a policy does not import
+        these modules.
         """
         yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
@@ -926,11 +954,12 @@ class Policy:
         return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns (axes, saved): the axes of the hops of a weight gather, and the number of hops that hpZ saves.
+        """Returns (axes, saved): the axes along which a weight gather sends, and the number of hops that hpZ saves.
 
-        ``axes`` has one axis of ranks for each hop, first hop first.  hpZ keeps a copy of the weights that the first
-        ``saved`` hops bring, so a gather from this copy sends only the later hops.  Without hpZ, ``saved`` is 0.  If a
-        user's class gathers the weights, ``axes`` is empty, since only the class knows its messages.
+        A hop is one exchange of messages along one axis of ranks.  ``axes`` has one axis for each hop, first hop first.
+        hpZ keeps a copy of the weights that the first ``saved`` hops bring, so a gather from this copy sends only the
+        later hops.  Without hpZ, ``saved`` is 0.  If a user's class gathers the weights, ``axes`` is empty, since only
+        the class knows its messages.
         """
         if self.own_gather is not None:
             return (), 0
@@ -949,8 +978,9 @@ class Policy:
         each rank only a part of its shard's mean gradient.  These hops bring the other parts, from the ranks of the
         other groups that hold the same shard.
 
-        ``axes`` has one axis of ranks for each hop.  It is empty if all ranks form one group, and also if a user's
-        class reduces the gradients, since such a class brings the mean to every group.
+        ``axes`` has one axis of ranks for each hop, and ``codec`` encodes the messages of all these hops.  ``axes`` is
+        empty if all ranks form one group, and also if a user's class reduces the gradients, since such a class brings
+        the mean to every group.
         """
         if self.own_reduce is not None:
             return (), self.gradients[0]
@@ -961,8 +991,8 @@ class Policy:
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
         """Returns (axis, codec) for each hop of a gradient reduction, first hop first.
 
-        Axes of one rank are left out.  If a user's class reduces the gradients, the result is empty, since only the
-        class knows its messages.
+        A hop is one exchange of messages along one axis of ranks.  Axes of one rank are left out.  If a user's class
+        reduces the gradients, the result is an empty tuple, since only the class knows its messages.
         """
         if self.own_reduce is not None:
             return ()
@@ -986,12 +1016,12 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
     """Returns (phases, rows): the policies that a schedule switches between, and which of them each span uses.
 
-    ``phases`` has each of these policies once, without a schedule of its own.  ``rows`` has one row
-    (end, every, changed, own) for each span:
+    A span is a part of the run for which the schedule changes some of the policy's fields.  ``phases`` has each of the
+    policies once, without a schedule of its own.  ``rows`` has one row (end, every, changed, own) for each span:
 
     - ``end`` is the number of steps, counted from the beginning of the run, after which the span ends.  It is infinite
       for the last span, and for a span whose end is not known yet.
-    - ``every`` is the span's field of this name.
+    - ``every`` is the span's field of this name: with ``every=2``, the changes hold in every second step.
     - ``changed`` is the index in ``phases`` of the policy for the steps in which the span's changes hold.
     - ``own`` is the index in ``phases`` of the policy for the other steps of the span.  With ``every=1`` there are no
       other steps, and ``own`` equals ``changed``.

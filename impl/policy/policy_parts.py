@@ -43,9 +43,10 @@ def check_literals(settings: object) -> None:
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
-    """Parse a text of a first word and options, and return a dict of its parts; None for the text ``none``.
+    """Parse a text that consists of a first word and options; return a dict of its parts, or None for ``none``.
 
-    For example, ``loco:decay0.9:bf16`` gives ``{"head": "loco", "decay": "0.9", "state": "bf16"}``.
+    The parts are separated by colons.  For example, ``loco:decay0.9:bf16`` gives
+    ``{"head": "loco", "decay": "0.9", "state": "bf16"}``.
 
     Args:
         text: the text to parse.
@@ -162,12 +163,12 @@ class Offload:
     Whole units are offloaded, in model order, until at least the share is reached.
 
     ``optimizer`` moves the optimizer state and the *master* of a trained unit, which is the unit's fp32 shard.
-    ``weights`` moves hpZ's copy of a unit, and in addition:
+    ``weights`` moves hpZ's copy of a unit.  In addition, it moves:
 
-    - of a frozen unit, the shard;
-    - of a trained unit whose master is on the host, the encoded weights, which are otherwise on the device too;
-    - of a trained unit whose master is on the device, nothing else: each gather encodes the master anew, and no encoded
-      weights are kept.
+    - of a frozen unit: the shard;
+    - of a trained unit whose master is on the host: the encoded weights, which are otherwise kept on the device;
+    - of a trained unit whose master is on the device: nothing, since each gather encodes the master anew, and no
+      encoded weights are kept.
 
     Raises PolicyError: for shares outside [0, 1].
     """
@@ -193,7 +194,8 @@ class Offload:
 class LossScale:
     """The factor by which losses are multiplied, so that small gradients do not vanish in fp16.
 
-    A dynamic scale halves at an overflow, and doubles after ``window`` steps without an overflow.
+    A dynamic scale halves at an overflow (a gradient that is not finite), and doubles after ``window`` steps without an
+    overflow.
 
     Raises PolicyError: if ``window`` is negative, or if ``0 < least <= initial <= LARGEST_SCALE`` does not hold.
     """
@@ -243,10 +245,11 @@ class Feedback:
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
     average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
 
-    With ``reduce="two_hop"``, each rank keeps the following errors of a unit that has ``padded`` elements with padding:
+    With ``reduce="two_hop"``, each rank keeps the following errors of a unit that has ``padded`` elements, padding
+    included:
 
     - with ``hops="last"``: ``padded / ranks_per_node`` errors, for the last hop, which is between nodes;
-    - with ``hops="all"``: these errors, and ``padded`` more for the first hop.
+    - with ``hops="all"``: the same errors for the last hop, and ``padded`` errors for the first hop.
 
     Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """

@@ -1,8 +1,8 @@
 """Declares the fields of a policy: one :class:`Setting` for each field, next to the field's type and default.
 
-Several parts of the project use these records: the parser of suites (keys ``policy.*``), the names of configurations,
-error messages and the guide's tables.  A new field is declared by :func:`setting`, and these parts then know it without
-a change.
+Several parts of the project read these settings: the parser of suites (keys ``policy.*``), the names of configurations,
+error messages and the guide's tables.  If a new field is declared by :func:`setting`, these parts know the new field
+without a change to their code.
 
 Pure: no torch.
 """
@@ -108,10 +108,10 @@ def setting(default: _Value, says: str = "", **known: Any) -> _Value:
 
 @functools.cache
 def settings(kind: type) -> tuple[Setting, ...]:
-    """Returns one :class:`Setting` for each field of ``kind``, the class of a policy or of a part of a policy.
+    """Returns one :class:`Setting` for each field of ``kind``, in the order in which the fields are declared.
 
-    They are in the order of declaration.  A part, such as ``memory``, is a field whose value is a dataclass with fields
-    of its own.  The result describes these inner fields, and not the part as a whole.
+    ``kind`` is the class of a policy or of a part of a policy.  A part, such as ``memory``, is a field whose value is a
+    dataclass with fields of its own.  The result has these inner fields, and no setting for the part as a whole.
     """
     return tuple(_settings(kind))
 

@@ -2,7 +2,7 @@
 
 A unit holds the parameters of one block of the model in one flat buffer, which is cut into equal shards, one for each
 rank.  Every parameter and every shard starts on a multiple of the *grain*, a number of elements that is a common
-multiple of all codecs' quantisation blocks.  So no quantisation block spans two parameters or two shards.
+multiple of all codecs' quantisation blocks.  Therefore no quantisation block spans two parameters or two shards.
 
 Pure: no torch.
 """
@@ -22,11 +22,14 @@ MUCH_PADDING: Final = 0.05  # share of padding in a model beyond which report pa
 
 
 class GeometryError(ValueError):
-    """Raised if a unit cannot be laid out; the message names the unit and the numbers."""
+    """Raised if a unit cannot be laid out; the message names the unit, and gives the numbers that are in conflict."""
 
 
 class PaddingError(GeometryError):
-    """Raised if a unit would have too much padding; ``needed`` is the smallest ``max_padding`` that allows the unit."""
+    """Raised if a unit needs more padding than ``max_padding`` allows.
+
+    ``needed`` is the smallest ``max_padding`` that allows the unit.
+    """
 
     def __init__(self, message: str, needed: float) -> None:
         super().__init__(message)
@@ -35,7 +38,7 @@ class PaddingError(GeometryError):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter whose place in its unit is not decided yet."""
+    """The name, the shape and the optimizer group of one parameter; a :class:`Slot` adds its place in a unit."""
 
     name: str  # qualified, as in ``named_parameters()``
     shape: tuple[int, ...]
@@ -43,15 +46,15 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
 
 class Band(NamedTuple):
-    """Says where one matrix has bands in one rank's shard, and how many.
+    """The bands of one matrix in one rank's shard: where the first band starts, and how many bands there are.
 
-    A band is a fixed number of successive whole rows.  With bands of 2 rows, a shard that holds 5 whole rows of a
-    matrix has 2 bands of this matrix.
+    A band is a fixed number of successive whole rows, which is quantised in blocks along columns.  With bands of 2
+    rows, a shard that holds 5 whole rows of a matrix has 2 bands of this matrix.
     """
 
     start: int  # first element of the first band, relative to the shard
@@ -68,7 +71,7 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """One past the parameter's last element in the flat buffer."""
+        """The place in the unit's flat buffer one past the parameter's last element."""
         return self.offset + self.spec.numel
 
 
@@ -130,7 +133,7 @@ class UnitGeometry:
         return self.padded // self.world
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end) of ``rank``'s shard in the unit."""
+        """Returns (start, end): ``rank``'s shard consists of the unit's elements [start, end)."""
         index = rank % self.shards
         return index * self.shard, (index + 1) * self.shard
 
@@ -151,9 +154,10 @@ class UnitGeometry:
         return self._clipped(slot.offset, slot.end, rank)
 
     def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
-        """Returns the part of the unit's elements [start, end) that is in ``rank``'s shard.
+        """Returns which of the unit's elements [start, end) are in ``rank``'s shard.
 
-        The part is returned as (start, end), counted in the shard.  If it is empty, start equals end.
+        The result is (start, end) again, but counted in the shard.  If no such element is in the shard, start equals
+        end.
         """
         low, high = self.bounds(rank)
         return min(max(start, low), high) - low, min(max(end, low), high) - low
@@ -161,26 +165,27 @@ class UnitGeometry:
     def own_piece(self, rank: int) -> tuple[int, int]:
         """Returns (start, end), counted in ``rank``'s shard, of the elements that ``rank`` alone counts and saves.
 
-        If several groups hold copies of the unit, several ranks hold the same shard.  They divide it among themselves,
-        so that norms count each element once, and checkpoints save it once.  With 4 ranks in groups of 2, ranks 0
-        and 2 hold the same shard: the first half of it is rank 0's own piece, and the second half is rank 2's.  If all
-        ranks form one group, the own piece is the whole shard.
+        If several groups hold copies of the unit, several ranks hold the same shard.  These ranks divide the shard
+        among themselves, so that norms count each element once, and checkpoints save each element once.  With 4 ranks
+        in groups of 2, ranks 0 and 2 hold the same shard: its first half is rank 0's own piece, and its second half is
+        rank 2's own piece.  If all ranks form one group, the own piece is the whole shard.
         """
         replica = rank // self.shards
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in the unit, of the piece of the mean gradient that ``rank`` shows observers.
+        """Returns which elements of the mean gradient ``rank`` shows to observers, as (start, end) counted in the unit.
 
-        An observer (:class:`impl.comm.wire.Observer`) is an object that looks at gradients.  Each rank shows it one
-        piece.  The pieces of all ranks together cover the unit once.
+        An observer (:class:`impl.comm.wire.Observer`) is an object that looks at gradients.  Each rank shows one piece
+        of the mean gradient.  The pieces of all ranks together cover the unit once.
 
         If all ranks form one group, the piece is the rank's whole shard.
 
-        If several groups hold copies of the unit (MiCS, HSDP), each group has one rank with this shard.  Each of these
-        ranks reduces its own piece of the shard (:meth:`own_piece`), and sends the mean to the others.  ``rank`` shows
-        the piece that the rank in the next group has reduced; after the last group comes the first.  With 4 ranks in
-        groups of 2, rank 0 shows the piece that rank 2 has reduced, and rank 2 shows the piece that rank 0 has reduced.
+        If several groups hold copies of the unit (MiCS, HSDP), every group has one rank that holds the same shard as
+        ``rank``.  Each of these ranks reduces its own piece of the shard (:meth:`own_piece`), and sends the mean to the
+        other ranks.  ``rank`` shows the piece that the rank in the next group has reduced; after the last group comes
+        the first.  With 4 ranks in groups of 2, rank 0 shows the piece that rank 2 has reduced, and rank 2 shows the
+        piece that rank 0 has reduced.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
@@ -214,10 +219,11 @@ class UnitGeometry:
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Returns one :class:`Band` for each matrix in ``rank``'s shard that has bands of ``rows`` whole rows.
+        """Returns one :class:`Band` for each matrix that has bands of ``rows`` whole rows in ``rank``'s shard.
 
-        A matrix has no bands if its number of columns is not a multiple of ``rows``, or if fewer than ``rows`` whole
-        rows of it are in the shard.
+        A :class:`Band` says where the first band of a matrix starts in the shard, and how many bands follow one
+        another.  A matrix has no bands if its number of columns is not a multiple of ``rows``, or if fewer than
+        ``rows`` of its whole rows are in the shard.
         """
         bands = []
         low, _ = self.bounds(rank)
@@ -280,14 +286,16 @@ def padding_share(units: Iterable[tuple[int, int]]) -> float:
 
 
 def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
-    """Cut a piece of ``piece`` elements into at most ``chunks`` chunks; returns (start, end) of each chunk, in order.
+    """Cut a shard or a part of a shard into at most ``chunks`` chunks; returns (start, end) of each chunk, in order.
 
-    No chunk is empty, and each starts on a multiple of ``grain``.  With three or more chunks, the first and the last
-    chunk are a third as long as the chunks between them (1:3:...:3:1), as far as the grain allows.
+    ``piece`` is the number of elements to cut.  No chunk is empty, and each chunk starts on a multiple of ``grain``
+    elements.  With three or more chunks, the first and the last chunk are a third as long as the chunks between them
+    (1:3:...:3:1), as far as the grain allows.
 
     A reduction sends one chunk over its second hop while it sends the next chunk over its first hop.  Two transfers
     overlap with nothing: the first chunk on the first hop, and the last chunk on the second hop.  Therefore these two
-    chunks are short.  With four chunks (1:3:3:1), each of the two is an eighth of the piece, instead of a quarter.
+    chunks are short.  With four chunks (1:3:3:1), each of the two is an eighth of the piece, and not a quarter as with
+    four equal chunks.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

@@ -1,10 +1,10 @@
-"""Defines :class:`Span`, a part of a run in which some fields of a policy have other values.
+"""Defines :class:`Span`, a part of a run for which the values of some fields of a policy are changed.
 
 A policy with ``schedule=(Span(until="50 %", gradients=...), Span())`` changes while it trains.  The number of a step
 determines the policy of the step, which :meth:`impl.policy.policy.Policy.policy_at` returns.
 
-A schedule may change what is sent (:data:`VARYING`).  It must not change other fields (:data:`FIXED`), for example
-those that would move memory between ranks or give it another layout.
+A schedule may change the fields that decide what is sent (:data:`VARYING`).  It must not change the fields
+:data:`FIXED`, for example those that decide on which rank or in which layout states are kept.
 
 Pure: no torch.
 """
@@ -68,8 +68,9 @@ class Span:
     Args:
         until: the number of optimizer steps at which the span ends, counted from the beginning of the run, or a share
             of the run such as ``"50 %"``.  The last span may have None, which stands for the end of the run.
-        every: with 1, the changes hold in all steps of the span.  With 2, they hold in its first, third, fifth step and
-            so on; with 3, in its first, fourth and so on.  The steps between have the policy's own fields.
+        every: with 1, the changes hold in all steps of the span.  With 2, the changes hold in the first, third, fifth
+            step of the span and so on; with 3, in the first, fourth and so on.  All other steps of the span have the
+            policy's own fields.
         changes: values of fields of the policy.  ``secondary=0`` also removes the fields that need hpZ.
 
     Raises:
@@ -111,7 +112,7 @@ class Span:
             object.__setattr__(self, name, value)
 
     def ending(self, end: int | None) -> Span:
-        """Returns a copy of this span that ends after ``end`` optimizer steps; None stands for the end of the run."""
+        """Returns a copy of this span that ends after ``end`` optimizer steps of the run, or with the run if None."""
         span = Span(until=self.until, every=self.every, **dict(self.changes))
         object.__setattr__(span, "end", end)
         return span
@@ -173,10 +174,10 @@ def _overlap(number: int, end: str, before: str) -> str:
 
 
 def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
-    """Returns copies of ``spans`` with their ends as step numbers, for a run of ``steps`` optimizer steps.
+    """Returns copies of ``spans`` whose ends are numbers of steps, for a run of ``steps`` optimizer steps.
 
-    The attribute ``end`` of a copy is the number of steps after which the span ends, or None if the span ends with the
-    run.  An end that was given as a share of the run, such as ``"50 %"``, is rounded to the nearest step.
+    The attribute ``end`` of a copy is the number of the run's steps after which the span ends, or None if the span ends
+    with the run.  An end that was given as a share of the run, such as ``"50 %"``, is rounded to the nearest step.
 
     Raises SpanError: if a span has no step, if the spans do not end with the run, or if ``steps`` is not a whole number
     of 1 or more.

@@ -1,4 +1,4 @@
-"""Defines the topology (nodes and ranks per node) and the axes along which the hops of collectives run.
+"""Defines the topology (nodes and ranks per node) and the axes, which divide all ranks into groups that communicate.
 
 A topology is a value that the caller chooses, so that two-node algorithms can run and be tested on one machine.
 Ranks are numbered ``rank = node * ranks_per_node + local``.  Pure: no torch.
@@ -95,13 +95,13 @@ class Topology:
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Returns (axes, before): the axes of a hierarchical all-gather, and the number of hops that hpZ saves.
+        """Returns (axes, before): the axes of a hierarchical all-gather, and how many of its hops bring hpZ's copy.
 
-        ``axes`` has one axis of ranks for each hop, first hop first.  The product of the axes' sizes is the number of
-        all ranks.  A hop along an axis of one rank sends nothing.
+        A hop is one exchange of messages along one axis of ranks.  ``axes`` has one axis for each hop, first hop first.
+        The product of the axes' sizes is the number of all ranks.  A hop along an axis of one rank sends nothing.
 
-        The first ``before`` hops bring each rank its part of hpZ's copy of the weights.  A backward gather begins with
-        this copy and repeats only the later hops.
+        The first ``before`` hops bring each rank its part of hpZ's copy of the weights.  A backward gather starts from
+        this copy, and therefore sends only the later hops.
 
         With 2 nodes of 4 ranks:
 

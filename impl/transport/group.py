@@ -15,10 +15,7 @@ class MeshError(RuntimeError):
 
 
 def no_group() -> None:
-    """Return None, since ranks that are threads have no process groups.
-
-    If the ranks are threads, :attr:`Group.handle` is this function.
-    """
+    """Return None; this function is :attr:`Group.handle` if the ranks are threads, which have no process groups."""
 
 
 @dataclass(slots=True, eq=False)

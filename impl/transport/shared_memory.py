@@ -75,7 +75,8 @@ class FlagFunctions(ctypes.PyDLL):
 def flag_functions() -> FlagFunctions | None:
     """Return the C++ functions that set and read flags.
 
-    They make sure that a rank which sees a flag also sees the message that the flag announces.
+    With a flag in shared memory, a rank announces that it has written a message.  The functions make sure that a rank
+    which sees a flag also sees the message that the flag announces.
 
     Returns None on x86 if the C++ library cannot be built or loaded, since x86 needs no such functions.
 
@@ -94,10 +95,11 @@ def flag_functions() -> FlagFunctions | None:
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """Return the arguments for ``Work.wait()``: ``(limit,)`` for gloo, ``()`` for other backends.
+    """Return the arguments for ``Work.wait()``, with which gloo raises an error after ``limit``.
 
-    Other backends get no limit for two reasons.  With a limit, NCCL's ``wait()`` would block the host, and the
-    ``wait()`` of ranks that are threads would raise an error.
+    The arguments are ``(limit,)`` for the backend ``gloo`` and ``()`` for every other backend.  Other backends get no
+    limit for two reasons: with a limit, NCCL's ``wait()`` blocks the host, and the ``wait()`` of ranks that are threads
+    raises an error.
     """
     return (limit,) if backend == "gloo" else ()
 
@@ -105,7 +107,7 @@ def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
 def shared_file(group: Group, timeout: float, total: int) -> int:
     """Open one anonymous file that all ranks of the group share, and return this process's file descriptor.
 
-    The file has ``total`` bytes, all zero.  All ranks of the group must call this within ``timeout`` seconds.
+    The file has ``total`` bytes, all zero.  All ranks of the group must call this function within ``timeout`` seconds.
 
     Raises:
         SharedMemoryError: if the system has no memfd or futex, if a rank cannot open the first rank's file, or if the
@@ -139,8 +141,9 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
 class Arena:
     """The memory in which the ranks of one group on one node exchange messages.
 
-    It has :data:`SLOTS` slots, one for each exchange that may be under way.  A slot has one row for each rank, which
-    holds the rank's message.  All ranks of the group must construct their arenas together.
+    In an exchange, each rank writes one message, which all other ranks read.  The memory has :data:`SLOTS` slots, one
+    for each exchange that may be under way.  A slot has one row for each rank, which holds the rank's message.  All
+    ranks of the group must construct their arenas together.
 
     Args:
         row_bytes: the largest message in bytes; it is rounded up to a multiple of 4096.
@@ -194,7 +197,7 @@ class Arena:
         return number
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return this rank's row (nbytes,) uint8 in the memory of exchange ``number``, to write its message to."""
+        """Return this rank's row of exchange ``number``: memory (nbytes,) uint8 into which it writes its message."""
         return self._rows[self._slots[number]][:nbytes]
 
     def post(self, number: int, mark: int) -> None:
@@ -219,7 +222,11 @@ class Arena:
         return self._whole[slot]
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether every rank's mark in exchange ``number`` equals ``mark``; call it after :meth:`wait`."""
+        """Return whether every rank's mark in exchange ``number`` equals ``mark``; to be called after :meth:`wait`.
+
+        A mark is a fingerprint of the exchanges that a rank has started (:meth:`post`).  If marks differ, the ranks
+        have made different calls.
+        """
         marks = self._marks[self._slots[number]].tolist()
         return bool(marks.count(mark) == len(marks))
 
@@ -231,12 +238,12 @@ class Arena:
 
 
 class Flags:
-    """Flags in shared memory by which ranks announce what they have done: one flag for each rank and slot.
+    """Flags in shared memory with which ranks announce what they have done: one flag for each rank and slot.
 
     A slot is memory for the messages of one exchange at a time, and exchanges are numbered.  With a flag, a rank
     announces that it has done its part of an exchange: the flag's value is the exchange's number.  Values only grow.
-    An :class:`Arena` has two objects of this class.  In one, the rank's part is to write its message; in the other, it
-    is to read all messages.
+    An :class:`Arena` has two objects of this class: with one, ranks announce that they have written their message; with
+    the other, that they have read all messages.
 
     Args:
         lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.
@@ -287,9 +294,10 @@ class Flags:
         self._least(slot)  # reads with acquire order, which the reads in the loop do not have
 
     def _least(self, slot: int) -> int:
-        """Return the smallest flag for ``slot`` over all ranks.
+        """Return the smallest of all ranks' flags for ``slot``.
 
-        If the result is at least the number of an exchange, all ranks have made their announcement for this exchange.
+        If the result is at least the number of an exchange, all ranks have announced that they have done their part of
+        this exchange.
         """
         if self._functions is not None:
             return self._functions.least_flag(self._addresses[slot][0], self._size, LINE)  # type: ignore[no-any-return]
@@ -297,7 +305,11 @@ class Flags:
 
 
 def _futex(address: int, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:
-    """Call futex: sleep while the 32 bits at ``address`` are ``value``, or wake ``value`` sleeping processes."""
+    """Call Linux's futex, with which processes wait for a change of shared memory.
+
+    With ``operation`` ``_WAIT``, sleep while the 32 bits at ``address`` are ``value``, for the time ``span`` at most.
+    With ``_WAKE``, wake at most ``value`` processes that sleep at ``address``.
+    """
     assert _libc is not None  # noqa: S101  # checked by shared_file()
     word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)
     _libc.syscall(_FUTEX, ctypes.c_void_p(address), operation, word, limit, None, 0)

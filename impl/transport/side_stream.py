@@ -46,8 +46,8 @@ class SideStream:
     def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
         """Return a context whose GPU work runs on this stream, after all earlier work of the current stream.
 
-        Yields an :class:`Arrival`, with which others can wait for the end of the body's work.  The ``event`` of the
-        :class:`Arrival` is set when the context is left.
+        The context yields an :class:`Arrival`, with which other streams or the host can wait for the end of the body's
+        work.  The ``event`` of the :class:`Arrival` is set when the context is left.
 
         Args:
             posted: True if the body begins by waiting for messages that the current stream has just posted.  The

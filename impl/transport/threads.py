@@ -69,11 +69,15 @@ class TurnError(ThreadRankError):
 
 
 class Stopped(BaseException):  # no error of the rank, and not to be caught as one
-    """Ends the thread of a rank because the run has failed elsewhere: in another rank, or by the caller's interrupt."""
+    """Raised in the thread of a rank to end it, because the run has failed.
+
+    The run fails if another rank raises an error, if a rank runs for too long (:class:`TurnError`), or if the caller is
+    interrupted.
+    """
 
 
 def current() -> ThreadRank | None:
-    """Return the rank that runs in this thread; None if the thread is not a rank's."""
+    """Return the rank that runs in this thread, or None if no rank runs in this thread."""
     return getattr(here, "rank", None)
 
 
@@ -88,7 +92,7 @@ class Event:
 
 
 class ThreadRank:
-    """One rank that runs as a thread, and lets other ranks run while it waits.  Made by :class:`ThreadWorld`."""
+    """One rank that runs as a thread, and lets other ranks run while it waits; :class:`ThreadWorld` constructs it."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -103,9 +107,9 @@ class ThreadRank:
     def wait(self, event: Event, patience: float = math.inf) -> bool:
         """Let other ranks run until ``event`` has happened, and return True; return False if it can never happen.
 
-        The event can never happen if every rank either has ended or is waiting.  Then the ranks with the largest
-        ``patience`` get False and go on, and the others keep waiting.  ``patience`` is a number of seconds, but no time
-        is measured: the number only decides which ranks give up first.
+        The event can never happen if every rank either has ended or is waiting.  Then the waiting ranks with the
+        largest ``patience`` get False and go on, and the other ranks keep waiting.  ``patience`` is a number of
+        seconds, but no time is measured: the number only decides which ranks give up first.
 
         A rank that waits for a message has a large patience, so it gets False first, and reports an error.  A rank that
         waits for the error reports of other ranks has a small patience, so it is still waiting when the report comes.
@@ -152,7 +156,7 @@ class _Shared:
 
 
 class ThreadWorld:
-    """All ranks that run as threads of one process; used for one :meth:`run`.
+    """All ranks that run as threads of one process; each object can be used for only one call of :meth:`run`.
 
     Args:
         size: number of ranks.
@@ -249,7 +253,7 @@ class ThreadWorld:
                 rank.turn.release()
 
     def happen(self, event: Event) -> None:
-        """Let the ranks that wait for ``event`` go on, each when its turn comes."""
+        """Mark ``event`` as happened; the ranks that wait for it go on, each when its turn comes."""
         event.happened = True
         for rank in event.waiting:
             if rank in self._waiting:  # otherwise the rank has given up, and its turn has still to come
@@ -260,8 +264,8 @@ class ThreadWorld:
     def pass_turn(self, rank: ThreadRank) -> None:
         """Let other ranks run, and return when ``rank`` gets its turn again.
 
-        ``rank`` gets it when the event for which it waits has happened.  It also gets it when no rank can go on and
-        :meth:`_give_turn` makes ``rank`` give up its wait.
+        ``rank`` gets its turn after the event for which it waits has happened.  ``rank`` also gets its turn if no rank
+        can go on, and :meth:`_give_turn` makes ``rank`` give up its wait.
 
         Raises :class:`Stopped` if the run has failed meanwhile.
         """
@@ -275,8 +279,8 @@ class ThreadWorld:
     def _give_turn(self) -> None:
         """Give the turn to the next rank that can go on.
 
-        If no rank can go on, the waiting ranks with the largest patience must give up.  They get the turn one after the
-        other.
+        If no rank can go on, the waiting ranks with the largest patience (an argument of :meth:`ThreadRank.wait`) give
+        up their wait, and get the turn one after the other.
         """
         if not self._ready:
             most = max(rank.patience for rank in self._waiting)
@@ -288,7 +292,7 @@ class ThreadWorld:
             self._running.turn.release()
 
     def _end(self) -> None:
-        """Note that the running rank has ended, and give the turn to another rank if there is one."""
+        """Record that the running rank has ended, and give the turn to another rank if there is one."""
         self._left -= 1
         self._running = None
         if self._failure is None and self._left:
@@ -337,7 +341,7 @@ class ThreadStore:
     def get(self, key: str) -> bytes:
         """Wait until ``key`` is set, and return its value.
 
-        Raises a RuntimeError if the key is never set, because no rank can go on (:meth:`wait`).
+        Raises a RuntimeError if no rank can go on, so that the key is never set (:meth:`wait`).
         """
         self.wait([key])
         return self._values[self.prefix + key]
@@ -369,9 +373,9 @@ class ThreadStore:
     def wait(self, keys: Sequence[str], timeout: timedelta = timedelta.max) -> None:
         """Wait until all ``keys`` are set.
 
-        Raises a RuntimeError if all ranks that have not ended wait, because a missing key is then never set.  The ranks
-        with the longest ``timeout`` get the error first; the timeout has no other effect.  In a thread that is not a
-        rank's, a missing key raises the error at once.
+        Raises a RuntimeError if every rank either has ended or is waiting, because a missing key is then never set.
+        The waiting ranks with the longest ``timeout`` get the error first; ``timeout`` has no other effect.  In a
+        thread in which no rank runs, a missing key raises the error at once.
         """
         missing = {self.prefix + key for key in keys} - self._values.keys()
         if not missing:
@@ -412,7 +416,7 @@ class _Round:
     """One exchange of a group: a tensor with the messages of all ranks, and a record of who has written and read it.
 
     On a GPU, a rank that has written to the tensor, or read it, records an event on its stream.  Other ranks' streams
-    wait for these events.
+    wait for these events before they read the tensor, or write to it again.
     """
 
     whole: Tensor  # (ranks, bytes) uint8
@@ -433,8 +437,8 @@ _Rounds = dict[int, _Round]  # by number of the exchange in its arena
 class Arena:
     """Lets one rank that is a thread exchange messages with a group of ranks, in memory that all of them share.
 
-    Each rank of the group constructs an arena of its own, and through these arenas they exchange messages.  If the
-    ranks construct several arenas for the same group, all of them must do so in the same order.
+    Each rank of the group constructs an arena of its own, and the ranks exchange messages through these arenas.  If the
+    ranks construct several arenas for the same group, all ranks must construct them in the same order.
 
     Args:
         rank: this rank.
@@ -458,7 +462,7 @@ class Arena:
         return self._count
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return this rank's row (nbytes,) uint8 of exchange ``number``, to write its message to.
+        """Return this rank's row of exchange ``number``: memory (nbytes,) uint8 into which it writes its message.
 
         If another rank has begun this exchange with messages of another size, the ranks have made different calls.  The
         result is then memory that no other rank reads, and :meth:`agree` returns False.
@@ -502,7 +506,11 @@ class Arena:
         return found.whole
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether every rank's mark in exchange ``number`` equals ``mark``; call it after :meth:`wait`."""
+        """Return whether every rank's mark in exchange ``number`` equals ``mark``; to be called after :meth:`wait`.
+
+        A mark is a fingerprint of the exchanges that a rank has started (:meth:`post`).  If marks differ, the ranks
+        have made different calls.
+        """
         marks = list(self._rounds[number].marks.values())
         return marks.count(mark) == len(marks)
 
@@ -519,7 +527,8 @@ class Arena:
     def _fresh(self, nbytes: int) -> _Round:
         """Return a new exchange whose messages have ``nbytes`` bytes each.
 
-        The new exchange takes over the tensor of a finished exchange of this size; if there is none, it gets a new one.
+        The exchange takes over the tensor of a finished exchange of the same size.  If there is none, it gets a new
+        tensor.
         """
         size = len(self._ranks)
         if free := self._world.free[size * nbytes]:

@@ -56,7 +56,8 @@ class Meter:
 class Reserve:
     """A pool of flat buffers whose elements have one type; the meter counts their bytes as ``part``.
 
-    A buffer is reused only for a request of exactly its size.
+    A flat buffer holds the gathered weights or the local gradients of one unit (a group of parameters).  A buffer is
+    reused only for a request of exactly its size.
 
     The pool has a limit for the elements of all its buffers, free or in use.  The limit is the most elements that were
     in use at one time in the last pass, or in the present pass so far if that is more.  To stay within the limit, the
@@ -102,7 +103,8 @@ class Reserve:
     def _shrink(self, most: int) -> None:
         """Drop free buffers, the largest first, until all buffers together have at most ``most`` elements.
 
-        Buffers in use are never dropped.  If they alone have more than ``most`` elements, the pool stays over it.
+        Buffers in use are never dropped.  If they alone have more than ``most`` elements, the pool keeps more than
+        ``most`` elements.
         """
         while self._held > most and any(self._free.values()):
             largest = max(size for size, free in self._free.items() if free)
@@ -161,8 +163,8 @@ class HostMemory:
     def stage(self, numel: int) -> Tensor:
         """Return a buffer (numel,) fp32 on the device, which the caller fills and then passes to :meth:`download`.
 
-        There are :data:`STAGED` such buffers, which successive calls return in turn.  If the returned buffer
-        is still being copied to the host from an earlier use, the current stream waits for the end of this copy.
+        There are :data:`STAGED` such buffers, which successive calls return in turn.  The returned buffer may still be
+        being copied to the host from an earlier use.  If so, the current stream waits for the end of this copy.
         """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
@@ -214,14 +216,14 @@ class Passes:
 def recomputing() -> bool:
     """Return whether autograd is running a backward pass in this thread.
 
-    If a module is called during a backward pass, activation checkpointing is recomputing it.
+    If so, a module that is called is being recomputed by activation checkpointing.
     """
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 
 
 @dataclass(frozen=True, slots=True)
 class UnitContext:
-    """The objects that the units of one engine share."""
+    """The objects that all units (groups of parameters that are gathered together) of one engine share."""
 
     wire: Wire
     policy: Policy  # the model's policy; the parts of a unit get a context with the unit's own policy

@@ -3,15 +3,15 @@
 [Note: flat buffer]
 The weights of a gathered unit are one tensor (P,) in the compute type, the flat buffer; P is the number of the unit's
 elements with padding.  Each parameter is an autograd leaf whose ``data`` is a view of the flat buffer.  Assigning
-``data`` gives each parameter a version counter of its own.  So when the buffer is filled again for backward, autograd
-does not see an in-place change of tensors that it has saved.  The memory comes from a pool
-(:class:`~impl.unit.context.Reserve`).  While the unit is sharded it has no flat buffer, and modules hold placeholders
-(:mod:`impl.unit.placeholder`).
+``data`` gives each parameter a version counter of its own.  Therefore, when the buffer is filled again for backward,
+autograd does not see an in-place change of tensors that it has saved.  The memory comes from a pool, the reserve
+(:class:`~impl.unit.context.Reserve`).  While the unit is sharded it has no flat buffer, and modules hold placeholders,
+which have no values (:mod:`impl.unit.placeholder`).
 
-When the unit is resharded, autograd may still hold views of the flat buffer.  They come from weights that were used
-outside a forward pass, or in a block that is recomputed.  A flat buffer with such views is not given back to the
-reserve, since the views would later show another unit's weights.  Torch's reference count of the buffer's storage
-(:func:`handles`) shows whether there are such views.
+When the unit is resharded (its gathered weights are freed), autograd may still hold views of the flat buffer.  They
+come from weights that were used outside a forward pass, or in a block that is recomputed.  A flat buffer with such
+views is not given back to the reserve: if another unit got this memory, the views would show that unit's weights.
+Torch's reference count of the buffer's storage (:func:`handles`) shows whether there are such views.
 
 gloo's thread may hold such views too, for some milliseconds after a message has arrived in the buffer.  A unit that is
 resharded within this time keeps its buffer until it is resharded again.
@@ -36,7 +36,10 @@ from impl.unit.placeholder import Placeholder, keep, keeper_of, release
 
 
 class Holder(NamedTuple):
-    """A module and the name under which it holds a parameter; a tied parameter has several holders."""
+    """A module and the name under which it holds a parameter.
+
+    A parameter that several modules share (a tied parameter) has several holders.
+    """
 
     module: nn.Module
     name: str
@@ -77,8 +80,9 @@ class FlatBuffer:
 
     ``members`` are the unit's parameters, in the order in which they lie in the flat buffer.
 
-    The constructor puts placeholders into the model's modules, and frees the values of the user's parameters.  It gets
-    these parameters as ``originals``.  For each of them, ``holders`` lists the modules that hold the parameter.
+    ``originals`` are the user's parameters, in the order of ``members``.  For each of them, ``holders`` lists the
+    modules that hold the parameter.  The constructor frees the values of these parameters, and puts placeholders
+    (parameters without values) into the modules instead.
     """
 
     def __init__(
@@ -117,7 +121,8 @@ class FlatBuffer:
     def attach(self) -> Tensor:
         """Return the flat buffer (P,).
 
-        If the unit has none, the method takes memory from the reserve, and the parameters become views of this memory.
+        P is the number of the unit's elements with padding.  If the unit has no flat buffer, the method takes memory
+        from the reserve (a pool), and the parameters become views of this memory.
         """
         if self._flat is None:
             flat = self._flat = self._reserve.take(self._geometry.padded)
@@ -153,7 +158,10 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Put the parameters, with their values, into the modules; :meth:`written` reports writes from now on."""
+        """Put the parameters, with their values, into the modules in place of the placeholders, which have none.
+
+        From now on, :meth:`written` reports writes to the parameters.
+        """
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter
@@ -166,8 +174,8 @@ class FlatBuffer:
         """Put the placeholders, which have no values, into the modules in place of the parameters.
 
         ``sharded`` says that the weights are about to be freed, or are stale.  In that case the parameter objects
-        themselves become placeholders too.  So if a user has kept a parameter object from a pass, using it later
-        gathers the unit again or raises an error, and never computes with old or missing values.
+        themselves become placeholders too.  A user may have kept such an object from a pass.  If an operation uses it
+        later, the unit is gathered again or an error is raised; no operation computes with old or missing values.
         """
         self._marks = []
         for member in self.members:
@@ -179,7 +187,7 @@ class FlatBuffer:
     def written(self) -> list[str]:
         """Return the names of the parameters that were written, or given other memory, since :meth:`expose`.
 
-        The list is empty while modules hold placeholders.
+        The list is empty while modules hold placeholders (parameters without values), that is, after :meth:`conceal`.
         """
         names = []
         # A loop, since a comprehension would be a further function call for each unit.
@@ -203,7 +211,7 @@ class InUnit:
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Have the unit gather its weights, and return the parameter, which then has values.
 
-        The arguments are those of every keeper, and are not needed here.
+        The arguments ``parameter`` and ``together`` are not used; all keepers have them.
 
         Raises:
             ZeroError: if no pass is running, or if the model and its engine no longer exist.

@@ -1,8 +1,9 @@
-"""Reduce-scatters one unit's gradient; the counterpart for weights is :mod:`impl.unit.weight_gather`.
+"""Reduce-scatters the gradient of one unit; the counterpart for weights is :mod:`impl.unit.weight_gather`.
 
-The list follows a gradient through one ZeRO++ step on two nodes of two ranks, and names the files that take
-part.  A unit has P elements with padding.  At the end, each of the four ranks has the mean of its shard of
-S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
+A unit is a group of parameters that are gathered and reduced together.  The list follows the gradient of a unit through
+one ZeRO++ step on two nodes of two ranks, and names the files that take part.  The unit has P elements with padding.
+At the end, each of the four ranks has the mean of its shard of S = P / 4 elements.  A frame, which is one encoded
+shard, has F bytes.
 
 1. *Autograd accumulates a parameter's gradient.*  A hook in :mod:`impl.engine.hooks` calls
    :meth:`GradientReduction.collect`, which moves the gradient to its place in one flat buffer (P,) in the
@@ -11,19 +12,20 @@ S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
 2. *The unit's last gradient makes the reduction ready.*  The reduction starts when its turn comes in the
    :class:`~impl.plan.reduction_queue.ReductionQueue`, whose order is the same on all ranks.
 3. *Hop 1 stays inside the node.*  :class:`impl.comm.reduce_scatter.Reduction` encodes the gradient's four shards, in
-   the order (local, node, S).  In qgZ the codec is INT4 (paper section 3.3).  Each rank of the node receives the two
-   shards that it will add up: (node, F) = (2, F) uint8.
-4. *The sum is encoded again*, when the first gradient of the next unit arrives.  By then the messages of hop 1 have
-   usually arrived.  One kernel decodes these messages, adds them in fp32 and encodes the sum.
+   the order (local, node, S).  In qgZ the codec is INT4 (paper section 3.3).  Each rank receives from every rank of its
+   node the two shards that it will add up: (node, F) = (2, F) uint8.
+4. *The sums are encoded*, when the first gradient of the next unit arrives.  By then the messages of hop 1 have usually
+   arrived.  One kernel decodes these messages, adds them in fp32 and encodes the sums.
 5. *Hop 2 crosses the link between nodes*, among the ranks of equal local index: one frame (F,) to each of
    the two nodes.
 6. *The mean is decoded*, (S,) fp32: the sum divided by 4.  This happens at the end of the pass, or earlier if the next
-   reduction would exceed the reduce bucket, which is the most elements that may be in reduction at one time.
-7. *The mean becomes the masters' gradient.*  :mod:`impl.unit.master_shard` stores the mean, or adds it to the
-   mean of earlier micro-batches.
+   reduction would exceed the reduce bucket.  The reduce bucket is the most elements that may be in reduction at one
+   time.
+7. *The mean becomes the gradient of the masters*, the fp32 weights that the optimizer steps.
+   :mod:`impl.unit.master_shard` stores the mean, or adds it to the mean of earlier micro-batches.
 8. *The optimizer steps the masters* and clears their gradients.
 
-On a GPU whose stream waits for messages, as with NCCL, steps 4 to 7 are enqueued on a side stream as soon as hop 1 is
+If a GPU's stream waits for messages, as with NCCL, steps 4 to 7 are enqueued on a side stream right after hop 1 is
 posted.  :meth:`GradientReduction.post_next_hop` with ``finish`` then makes the computation wait for their end.
 """
 
@@ -53,11 +55,14 @@ from impl.unit.own_reduction import OwnReduction
 
 
 class GradientReduction:
-    """Collects the gradients of one unit on one rank, and reduces them.
+    """Collects the gradients of one unit on one rank, and reduce-scatters them.
+
+    A unit is a group of parameters that are gathered and reduced together.
 
     The hooks of the model call :meth:`collect` for each gradient.  The attribute ``collective`` is the object that
-    sends and adds the gradients, hop by hop.  The :class:`~impl.plan.reduction_queue.ReductionQueue` decides when the
-    reduction starts, when it posts the message of each hop, and when it waits for the mean.
+    sends and adds the gradients, hop by hop; a hop is one exchange of messages in a group of ranks.  The
+    :class:`~impl.plan.reduction_queue.ReductionQueue` decides when the reduction starts, when it posts the message of
+    each hop, and when it waits for the mean.
     """
 
     def __init__(
@@ -93,17 +98,19 @@ class GradientReduction:
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce gradients with the axes and codecs of ``policy`` from now on.
+        """From now on, reduce gradients in the hops and with the codecs that ``policy`` names.
 
-        The encoding errors that error feedback keeps for later steps are not cleared.
+        A hop is one exchange of messages, along one axis of ranks.  With error feedback, an encoding keeps its error,
+        which is added to the next gradient.  This method does not clear the kept errors.
         """
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:
         """Prepare the reduction for each of the ``policies`` of a schedule, and use the first policy from now on.
 
-        If a policy has error feedback, memory is allocated here for the errors that it carries from step to step.  All
-        policies share this memory, so that :meth:`take_up` allocates nothing.
+        A schedule changes the policy during training.  If a policy has error feedback, memory is allocated here for the
+        errors that it carries from step to step.  All policies share this memory, so that :meth:`take_up` allocates
+        nothing.
         """
         self._prepared = [self._way(policy) for policy in policies]
         carrying = next((way for way in self._prepared if way.feedback is not None), None)
@@ -113,7 +120,7 @@ class GradientReduction:
         self.take_up(0)
 
     def take_up(self, number: int) -> None:
-        """Reduce with policy ``number`` of the list given to :meth:`prepare`, counted from 0.
+        """From now on, reduce as policy ``number`` says, an index (from 0) of the list that :meth:`prepare` was given.
 
         This must not be called while a reduction is under way.
         """
@@ -125,7 +132,7 @@ class GradientReduction:
         self._pads = way.pads
 
     def _way(self, policy: Policy) -> _Way:
-        """Return the object that reduces the unit's gradient as ``policy`` says, with facts about its codecs."""
+        """Return the object that reduces the unit's gradient as ``policy`` says, with facts about the reduction."""
         geometry, wire = self._geometry, self._wire
         if policy.own_reduce is not None and geometry.trainable:
             if self.own is None:  # otherwise its state would be lost
@@ -147,18 +154,18 @@ class GradientReduction:
     # Collecting
 
     def begin(self) -> bool:
-        """Prepare to collect a gradient that has arrived, and return whether other reductions should post messages now.
+        """Prepare to collect a gradient that has arrived; return whether other units should post their next messages.
 
-        To be called before :meth:`collect`, for every gradient.  The unit's first gradient in a pass marks the
-        gradients of all its parameters as missing.
+        Call this before :meth:`collect`, for every gradient.  At the unit's first gradient in a pass, the gradients of
+        all its parameters are noted as missing.
 
-        The result is True for the first gradient of a block's unit in a pass.  The caller then posts the next messages
-        of other units' reductions, in the same order on all ranks.
+        The result is True for the first gradient in a pass if the unit is a block of the model.  The caller then posts
+        the next messages of those reductions of other units that are under way.  All ranks do so in the same order.
 
         The result is False for later gradients.  It is always False for two units: the root's unit, which has the
-        parameters outside of blocks, and the persistent unit, which has small parameters.  The reason is that a
-        gradient of these units may arrive just after a block's reduction has started.  If the block's second hop were
-        posted then, this rank would first have to wait for the block's first hop.
+        parameters outside of blocks, and the persistent unit, which has small parameters.  A gradient of these two
+        units may arrive just after a block's reduction has started.  If this rank posted the block's second hop at that
+        moment, it would first have to wait for the block's first hop.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -176,12 +183,13 @@ class GradientReduction:
     def collect(self, number: int, *, is_next: bool) -> bool:
         """Move the gradient that has just arrived into the unit's buffer; return whether all gradients have arrived.
 
-        To be called after :meth:`begin`.
+        Call :meth:`begin` first.  "All gradients" are the gradients of the unit's parameters.
 
         Args:
             number: the index in the unit of the parameter whose gradient has arrived.
-            is_next: whether this unit's reduction is the next that will start.  If so, the buffer may be the message of
-                the first hop itself, so that the gradient need not be copied again.
+            is_next: whether this unit's reduction is the next that will start.  If it is, the buffer may be the message
+                of the reduction's first hop (its first exchange of messages) itself.  The gradient then need not be
+                copied to a message later.
         """
         self._add(number, self._members[number].parameter, is_next=is_next)
         self.missing.discard(number)
@@ -190,7 +198,7 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int, *, is_next: bool) -> None:
-        """Add a gradient that has arrived at a placeholder to the unit's buffer of gradients.
+        """Add a gradient that has arrived at a placeholder to the buffer in which the unit's gradients are collected.
 
         While the unit is sharded, modules hold a placeholder, an object without values, in place of a parameter.  The
         placeholder gets a gradient if an ``autograd.Function`` was called with it.  The gradient of the parameter
@@ -199,7 +207,7 @@ class GradientReduction:
 
         Args:
             number: the index of the parameter in the unit.
-            is_next: whether this unit's reduction is the next that will start.
+            is_next: whether this unit's reduction is the next that will start; see :meth:`collect`.
         """
         self.begin()
         self._add(number, self._members[number].placeholder, is_next=is_next)
@@ -212,7 +220,7 @@ class GradientReduction:
 
         Args:
             number: the index of the parameter in the unit.
-            leaf: the parameter itself, or its placeholder.
+            leaf: the parameter itself, or the placeholder that modules hold while the parameter has no values.
             is_next: whether this unit's reduction is the next that will start; it matters only if the local gradient is
                 not yet allocated.
         """
@@ -239,7 +247,7 @@ class GradientReduction:
             leaf.grad = None
 
     def _copy_arrived(self) -> None:
-        """Copy the gradients that wait in ``_arrived`` to their places in ``local``, with a single kernel launch."""
+        """Copy the gradients in the list ``_arrived`` to their places in ``local``, with one kernel launch."""
         torch._foreach_copy_(self._places, self._arrived)  # there is no public function for it
         self._places.clear()
         self._arrived.clear()
@@ -252,10 +260,11 @@ class GradientReduction:
         A pass that adds up gradients without reducing them takes an fp32 buffer from the pool (the reserve).  A pass
         that reduces takes the first possible memory in this list:
 
-        - on a single rank, where the local gradient is the mean, the memory of the masters' gradients; this is possible
-          if the shard is on the device, no master has a gradient, and no user's own class reduces the gradients;
-        - the message of hop 1, if the codec sends the elements as they are, and if this reduction will be the next to
-          start (``is_next``);
+        - the memory of the masters' gradients (masters are the fp32 weights that the optimizer steps).  This is
+          possible on a single rank, where the local gradient is the mean.  Besides, the shard must be on the device, no
+          master may have a gradient yet, and no user's own class may reduce the gradients;
+        - the message of hop 1 (the reduction's first exchange).  The codec must send the elements as they are, and this
+          reduction must be the next to start (``is_next``);
         - a buffer from the pool, in the compute type.
         """
         reduces = not self._passes.accumulating
@@ -295,7 +304,10 @@ class GradientReduction:
         return flat
 
     def _forget(self) -> None:
-        """Release the memory of ``local``; its gradients have been encoded, or are not needed any more."""
+        """Release ``local``, the memory in which gradients were collected.
+
+        To be called when these gradients have been encoded, or are not needed any more.
+        """
         if self.local is not None and self._opened is not None:
             self._meter.add("local_gradients", -self.local.nbytes)
         if self._buffer is not None:
@@ -308,7 +320,7 @@ class GradientReduction:
     def drop_local(self) -> None:
         """Forget the gradients that earlier passes have collected without reducing them; call it between passes.
 
-        Unlike :meth:`drop`, it keeps the errors that error feedback carries.
+        Unlike :meth:`drop`, this method keeps the encoding errors that error feedback carries to later steps.
         """
         if self.local is not None:
             self._forget()
@@ -329,20 +341,24 @@ class GradientReduction:
     def _in_place(self) -> bool:
         """Whether the mean may be written straight to the memory of the masters' gradients.
 
-        It may if the shard is on the device and no master has a gradient yet.
+        Masters are the fp32 weights that the optimizer steps.  The mean may be written there if the shard is on the
+        device and no master has a gradient yet.
         """
         shard = self._master_shard
         return not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
-        """Start the reduction with the gradients that have arrived, and post the first hop.
+        """Start the reduction with the gradients that have arrived, and post the messages of the first hop.
 
-        Usually, :meth:`post_next_hop` posts the later hops.  But if a GPU's stream waits for messages, as with NCCL,
-        this method enqueues all later hops now, on a side stream.  Even then it leaves them to :meth:`post_next_hop` if
-        a user's own class reduces the gradients, or if the wire has an observer (an object that looks at gradients).
+        Who posts the later hops depends on the number of ranks and on the device:
 
-        On one rank there are no hops, and this method finishes the reduction, unless a user's own class reduces the
-        gradients.
+        - On one rank there are no hops.  This method finishes the reduction at once.
+        - On a GPU whose stream waits for messages, as with NCCL, this method enqueues all later hops, on a side stream.
+        - On other devices, :meth:`post_next_hop` posts the later hops.
+
+        In two cases it is always :meth:`post_next_hop` that posts the later messages and finishes the reduction: if a
+        user's own class reduces the gradients, and on several ranks if the wire has an observer (an object that looks
+        at gradients).
         """
         self.missing.clear()
         self.progress = Progress.FAILED  # stays so if this method is interrupted
@@ -366,18 +382,19 @@ class GradientReduction:
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the message of the next hop, or finish the reduction.
+        """Post the messages of the reduction's next hop (exchange of messages), or finish the reduction.
 
         If no reduction is under way, the method does nothing.
 
         With ``finish``, it posts the messages of all hops that are left, waits for the mean, and gives the mean to the
-        master shard.  If :meth:`start` has enqueued all of this on a GPU, it only makes the computation's stream wait.
+        :class:`~impl.unit.master_shard.MasterShard`.  If :meth:`start` has enqueued all of this on a GPU, it only makes
+        the computation's stream wait for the end of this work.
 
-        Without ``finish``, it does one of the following:
+        Without ``finish``, it does one of the following.  The first case that applies counts:
 
         - A user's own class reduces the gradients: it lets the user's object post its next messages.
         - :meth:`start` has enqueued all hops on a GPU: it does nothing.
-        - A hop is left: it waits for the messages of the previous hop, and posts those of the next.
+        - A hop is left: it waits for the messages of the previous hop, and posts the messages of the next hop.
         - All hops are posted, and the last hop stays inside a node: it waits for the mean, and gives the mean to the
           master shard.
         - All hops are posted, and the last hop crosses between nodes: it does nothing.  Only a call with ``finish``
@@ -408,11 +425,11 @@ class GradientReduction:
         self.progress = Progress.REDUCED
 
     def average(self, gradient: Tensor) -> Tensor:
-        """Return this rank's shard (S,) fp32 of the mean of ``gradient`` (P,) over all ranks.
+        """Average ``gradient`` (P,) over all ranks, and return this rank's shard (S,) fp32 of the mean.
 
         The method does not change the masters' gradients, but it changes the encoding errors of error feedback.  It is
-        for checks between backward passes; such a check must restore these errors afterwards.  All ranks must call the
-        method.
+        for checks between backward passes.  Such a check must restore the encoding errors afterwards.  All ranks must
+        call the method.
         """
         reduction = self.collective
         key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
@@ -422,9 +439,10 @@ class GradientReduction:
         return mean
 
     def _take(self, mean: Tensor) -> None:
-        """Set padding in the mean (S,) to zero, and give the mean to the master shard as the masters' gradient.
+        """Set padding in ``mean`` (S,) to zero, and add ``mean`` to the masters' gradients, in the master shard.
 
-        If the wire has an observer (an object that looks at gradients), the observer gets the mean too.
+        The masters are the fp32 weights that the optimizer steps.  If the wire (the object that sends all messages) has
+        an observer, an object that looks at gradients, the observer gets the mean too.
         """
         for start, end in self._pads:
             mean[start:end] = 0
@@ -468,8 +486,8 @@ class GradientReduction:
     def kept_errors(self) -> Errors | None:
         """Return the errors of earlier encodings that are kept for this step or for later steps (error feedback).
 
-        In a schedule, the present policy may have no error feedback, but an earlier policy may have left errors that a
-        later policy will use.  These errors are returned too.  Returns None if no errors are kept.
+        Returns None if no errors are kept.  The present policy of a schedule may have no error feedback, while an
+        earlier policy has left errors that a later policy will use.  These errors are returned too.
         """
         return self.feedback() if self._errors is None or self._feedback is not None else self._errors
 
@@ -502,7 +520,10 @@ class GradientReduction:
 
 
 class _Way(NamedTuple):
-    """The object that reduces a unit's gradient under one policy, and what the caller must know about its codecs."""
+    """The object that reduces a unit's gradient under one policy, with facts about the reduction.
+
+    For example, the facts say whether a codec of the reduction rounds stochastically.
+    """
 
     collective: Reduction | OwnReduction  # the object that reduces
     feedback: Feedback | None  # None: no errors are carried
@@ -512,7 +533,7 @@ class _Way(NamedTuple):
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Return whether ``codec`` is known to decode each zero as zero.
+    """Return whether ``codec`` is known to return zeros as zeros after encoding and decoding.
 
     Casts do, and so do integer and floating-point codecs with scales but without offsets or rotation.  For all other
     codecs, such as users' codecs, the result is False.

@@ -1,5 +1,7 @@
 """Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient with which the optimizer steps them.
 
+A unit is a group of parameters that are gathered and reduced together.
+
 Frozen weights may be held as the codes of a codec instead of in fp32.  An offloaded shard is in host memory, together
 with its mean gradient.  It is encoded on the host, and the encoded shard, its frame, is copied to the device.
 
@@ -12,10 +14,10 @@ The masters that an optimizer holds are views of the shard, and users treat them
   call of :meth:`MasterShard.adopt` copies the values again.
 * ``old = p.data; p.data = values`` keeps the master's old memory, which the user may assign again later.  From then on
   the old memory belongs to the user, so the shard moves to other memory before it takes the new values.
-* ``p.data.copy_(values)`` writes to the shard, but torch does not count the write.  The next gather that
-  encodes the master sends the new values.  However, copies of the old values may exist that a later pass reuses: hpZ's
-  secondary shard, weights that stay gathered, and frames of offloaded masters.  Therefore checksums of the shard are
-  taken when such a copy is made (:meth:`MasterShard.mark`), and compared before a forward pass reuses the copy.
+* ``p.data.copy_(values)`` writes to the shard, but torch's version counter does not count the write.  The next gather
+  that encodes the master sends the new values.  However, copies of the old values may exist that a later pass reuses:
+  hpZ's secondary shard, weights that stay gathered, and frames of offloaded masters.  Therefore checksums of the shard
+  are taken when such a copy is made (:meth:`MasterShard.mark`), and compared before a forward pass reuses the copy.
 * ``g = p.grad; optimizer.zero_grad()`` keeps a gradient.  The next gradient is then written to other memory.
 """
 
@@ -44,7 +46,7 @@ ALONE: Final = 2  # what handles() returns for memory that belongs to a single t
 def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the shard (S,) fp32 of ``rank``, cut from whole parameters; padding is zero.
 
-    ``values`` are the parameters of the unit, one whole tensor for each slot of ``geometry``.
+    ``values`` are the whole parameters of the unit, in the order of ``geometry.slots``.
     """
     shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
     for slot, value in zip(geometry.slots, values, strict=True):
@@ -55,9 +57,9 @@ def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device
 
 
 def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Tensor:
-    """Return the elements (n,) of a parameter that are in the shard of ``rank``; n may be 0.
+    """Return those elements (n,) of a parameter that are in the shard of ``rank``; n may be 0.
 
-    ``value`` is the whole parameter of ``slot``.
+    ``value`` is the whole parameter, and ``slot`` its place in the layout ``geometry``.
     """
     first, end = geometry.overlap(slot, rank)
     return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
@@ -68,14 +70,14 @@ Version = tuple[int, int]
 
 
 class MasterShard:
-    """Holds one rank's shard (S,) of one unit, and its gradient.
+    """Holds one rank's shard (S,) of a unit (parameters that are gathered together), and the shard's gradient.
 
     The optimizer steps the masters, which are views of the shard: one master for each optimizer group in the unit.
 
     Args:
         geometry: the unit's layout.
         context: what the units of the engine share, with the policy for this unit (``Policy.for_unit``).
-        placement: whether the shard and its frames are offloaded.
+        placement: whether the shard, and its frames (the encoded shard), are offloaded to host memory.
         shard: (S,) fp32, the initial weights.
     """
 
@@ -127,10 +129,11 @@ class MasterShard:
 
     @property
     def version(self) -> Version:
-        """The version of the weights, a pair of numbers.
+        """The version of the weights, a pair of numbers that changes with the weights.
 
         The first number counts the changes that were reported to the engine.  The second number is torch's version
-        counter of the shard, which counts most writes.
+        counter of the shard, which counts most writes.  A copy of the weights is current as long as the version is the
+        one of which it was made.
         """
         return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
@@ -150,7 +153,8 @@ class MasterShard:
     def keep_anchor(self) -> Tensor:
         """Make and return the anchor (S,) fp32 of local steps (DiLoCo): a copy of the shard's present values.
 
-        Optimizer steps do not change the anchor.  Later calls of :meth:`load_part` change both shard and anchor.
+        The next outer step measures from the anchor how far the weights have moved.  Optimizer steps do not change the
+        anchor.  Later calls of :meth:`load_part` change both shard and anchor.
         """
         with torch.inference_mode(mode=False):
             self._anchor = self.master.detach().clone()
@@ -160,7 +164,7 @@ class MasterShard:
     def load_part(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32.
 
-        With local steps, the same elements of the anchor (:meth:`keep_anchor`) are overwritten too.
+        With local steps (DiLoCo), the same elements of the anchor (:meth:`keep_anchor`) are overwritten too.
         """
         master = self.master
         with torch.no_grad():
@@ -188,7 +192,8 @@ class MasterShard:
     def adopt(self) -> None:
         """Copy to the shard the values of tensors that a user has assigned to the ``data`` of masters.
 
-        [Note: what users do to masters] says which memory the shard and the masters have afterwards.
+        Masters are the fp32 parameters that the optimizer steps, and normally views of the shard.  [Note: what users do
+        to masters] says which memory the shard and the masters have afterwards.
 
         Raises:
             ZeroError: if the assigned tensor has another shape, type or device than the master.
@@ -250,7 +255,8 @@ class MasterShard:
     def check_usable(self) -> None:
         """Raise a ZeroError if a user has frozen a master or has registered a gradient hook on a master.
 
-        Autograd does not reach masters, so the hook would never run.
+        Masters are the fp32 parameters that the optimizer steps.  Autograd does not reach masters, so a hook on a
+        master never runs.
         """
         for master, _, _ in self._spans:
             if not master.requires_grad:
@@ -273,10 +279,10 @@ class MasterShard:
             self._sums = version, ops.sums_of_bits(self.held)
 
     def check_unwritten(self) -> None:
-        """Raise a ZeroError if masters were written since :meth:`mark` in a way that torch does not count.
+        """Raise a ZeroError if masters were written since :meth:`mark` without torch's version counter showing it.
 
-        ``p.data.copy_(values)`` is such a write.  The engine cannot see it by torch's version counter, so without this
-        check a pass could compute with copies of the old values.
+        For a master ``p``, an fp32 parameter of the optimizer, ``p.data.copy_(values)`` is such a write.  Without this
+        check, a later pass could compute with copies of the old values.
         """
         if self._sums is None or self._sums[0] != self.version:
             return  # the change is known, so no copy will be reused
@@ -294,7 +300,7 @@ class MasterShard:
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
-        """Write this rank's encoded shard to ``frame`` (F,) uint8 on the device, the message of the first hop.
+        """Encode this rank's shard into ``frame`` (F,) uint8 on the device: the message of the gather's first exchange.
 
         An offloaded shard is encoded on the host, and then copied to the device.
         """
@@ -345,7 +351,7 @@ class MasterShard:
 
     @property
     def fresh(self) -> bool:
-        """Whether none of the masters has a gradient."""
+        """Whether none of the masters (the fp32 parameters that the optimizer steps) has a gradient."""
         for _, master in self.masters:  # noqa: SIM110  # all() would cost a call for each master
             if master.grad is not None:
                 return False
@@ -354,7 +360,8 @@ class MasterShard:
     def take(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) fp32, on the device, to the masters' gradients.
 
-        If the shard is offloaded, this method only starts to copy the mean to the host, and :meth:`land` adds it.
+        Masters are the fp32 parameters that the optimizer steps.  If the shard is offloaded, this method only starts to
+        copy the mean to the host, and :meth:`land` adds it.
         """
         if not self.placement.shard:
             self._accumulate(mean)
@@ -372,7 +379,8 @@ class MasterShard:
     def land(self) -> None:
         """Wait until the mean gradient has arrived in host memory, and add it to the masters' gradients.
 
-        :meth:`take` has started to copy this mean gradient from the device.  Does nothing if no copy is under way.
+        :meth:`take` has started to copy this mean gradient from the device.  Masters are the fp32 parameters that the
+        optimizer steps.  Does nothing if no copy is under way.
         """
         if self._landing is not None:
             arrival, mean = self._landing
@@ -381,7 +389,7 @@ class MasterShard:
             self._accumulate(mean)
 
     def _accumulate(self, mean: Tensor) -> None:
-        """Add ``mean`` (S,) to the masters' gradients."""
+        """Add ``mean`` (S,) to the gradients of the masters, the fp32 parameters that the optimizer steps."""
         gradient = mean if mean is self._mean else self.gradient()
         kept = mean is not gradient and self._kept_by_user()
         for master, start, end in self._spans:
@@ -397,8 +405,9 @@ class MasterShard:
     def gradient(self) -> Tensor:
         """Return the memory (S,) fp32 in which the masters' gradients lie; it is host memory if the shard is offloaded.
 
-        The same memory is used in every step, with one exception: if the gradients have been cleared, but a user still
-        holds an earlier gradient in this memory, the user keeps this memory, and the method returns new memory.
+        The same memory is used in every step, with one exception.  After the gradients have been cleared, a user may
+        still hold an earlier gradient in this memory.  The user then keeps this memory, and the method returns new
+        memory.
         """
         host = self.placement.shard
         if self._mean is not None and handles(self._mean) > ALONE and self.fresh:
@@ -412,14 +421,18 @@ class MasterShard:
     def _kept_by_user(self) -> bool:
         """Return whether a user holds the memory in which the masters' gradients are kept (:meth:`gradient`).
 
-        Torch counts the references to the memory.  A user holds one of them if there are more references than this
-        object and the masters' gradients have.
+        Torch counts the references to this memory.  If there are more references than those of this object and of the
+        masters' gradients, a user has one.
         """
         own = sum(self._is_own(master, start, end) for master, start, end in self._spans)
         return self._mean is not None and handles(self._mean) > ALONE + own
 
     def _is_own(self, master: nn.Parameter, start: int, end: int) -> bool:
-        """Return whether ``master.grad`` is a view of elements [start, end) of the memory of :meth:`gradient`."""
+        """Return whether ``master.grad`` is a view of elements [start, end) of the memory of :meth:`gradient`.
+
+        ``master`` is an fp32 parameter that the optimizer steps.  Its gradient may also be a tensor that a user has
+        assigned.
+        """
         if self._mean is None or master.grad is None:
             return False
         return start == end or master.grad.data_ptr() == self._mean[start:end].data_ptr()
@@ -440,7 +453,9 @@ class MasterShard:
         return whole
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the parts (n,) of the masters' gradients that this rank counts in a gradient norm.
+        """Yield those parts (n,) of the masters' gradients that this rank counts in a gradient norm.
+
+        Masters are the fp32 parameters that the optimizer steps.
 
         If several groups of ranks hold copies of all states, several ranks hold the same shard.  Each of them counts a
         different part of it, so that the norm over all ranks counts each element once.
@@ -458,7 +473,7 @@ class MasterShard:
     def load_gradient(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32.
 
-        A master without a gradient first gets a gradient of zeros.
+        A master (an fp32 parameter that the optimizer steps) without a gradient first gets a gradient of zeros.
         """
         gradient = self.gradient()
         for master, first, last in self._spans:

@@ -42,7 +42,8 @@ class Method(abc.ABC):
     Users write subclasses of these two classes, to reduce gradients or to gather weights in a way of their own.
 
     Args:
-        unit: the layout of the unit: its P = ``unit.numel`` elements, and the S = ``unit.shard`` elements of this rank.
+        unit: the layout of the unit, a group of parameters: its P = ``unit.numel`` elements, and the S = ``unit.shard``
+            elements of this rank.
         wire: sends tensors to other ranks; not to be used in the constructor.
         arguments: the arguments that the policy gives for the class, such as ``method(PowerSGD, rank=4)``, or
             ``method.rank = 4`` in a suite.
@@ -90,7 +91,8 @@ class Method(abc.ABC):
 class MethodDriver:
     """Constructs the object of a user's class for one unit on one rank, and calls the functions of this object.
 
-    Every error names the class, the rank and the unit.
+    A unit is a group of parameters that are gathered and reduced together.  Every error names the class, the rank and
+    the unit.
 
     Raises:
         ZeroError: if the object cannot be constructed.
@@ -136,7 +138,7 @@ class MethodDriver:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the object the tensors of ``state`` whose names begin with ``prefix``; other tensors are ignored.
 
-        Waits first for all messages that the object has posted.
+        The method first waits for all messages that the object has posted.
         """
         self.wire.drain()
         own = {
@@ -157,10 +159,15 @@ class MethodDriver:
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
-        """Return the messages of one reduction or gather, as the user's class declares them by its ``bytes()``.
+        """Return the messages that the user's class declares, in ``bytes()``, for one reduction or gather.
 
-        ``gather`` describes the gather, if the class gathers weights; it is left out if the class reduces gradients.
-        Returns None if the class has no function ``bytes()``.
+        Args:
+            topology: the nodes and ranks between which the messages are sent.
+            gather: the pass that needs the weights, if the class gathers weights; left out if the class reduces
+                gradients.
+
+        Returns:
+            The messages, or None if the class has no function ``bytes()``.
         """
         return declared(self.method, self._instance, self.unit, topology, *gather)
 

@@ -1,10 +1,12 @@
 """Takes one unit's outer step (DiLoCo, 2311.08105), which brings the weights of all groups of ranks together again.
 
+A unit is a group of parameters that are exchanged together.
+
 Between two outer steps, each group of ranks trains by itself, without messages to other groups.  Each rank keeps the
 *anchor*: its shard of the weights after the last outer step.  This anchor is the same in all groups.  An outer step has
 four parts:
 
-1. Each group subtracts its masters from the anchor.
+1. Each group subtracts its masters (its present fp32 weights) from the anchor.
 2. The differences are averaged over all groups, by messages in the codec that the policy gives for gradients between
    groups.
 3. SGD with Nesterov momentum moves the anchor, with the average as its gradient.
@@ -36,7 +38,7 @@ _BETWEEN: Final = -1  # stands for the micro-batch in keys of random bits; no ba
 
 
 class OuterStep:
-    """Takes the outer steps of one unit on one rank.
+    """Takes the outer steps of one unit (parameters that are exchanged together) on one rank.
 
     Between two outer steps, each group of ranks trains by itself, without messages to other groups.  In an outer step,
     the groups average how far their weights have moved since the last outer step, and continue from the same weights.
@@ -69,11 +71,12 @@ class OuterStep:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Average over groups how far the masters have moved since the last outer step, and take the outer step.
+        """Take an outer step: give all groups of ranks, whose weights differ by now, the same weights again.
 
-        The *anchor* is this rank's shard after the last outer step.  SGD with Nesterov momentum moves the anchor, with
-        the average as gradient.  Afterwards the masters are equal to the anchor, and all copies of the weights are
-        stale.
+        The *masters* are this rank's shard in fp32, which the optimizer has stepped.  The *anchor* is the shard after
+        the last outer step.  The method averages the anchor minus the masters over all groups.  SGD with Nesterov
+        momentum then moves the anchor, with this average as gradient.  Afterwards the masters are equal to the anchor,
+        and all copies of the weights are stale.
 
         All ranks that hold the same shard, one in each group, must call this.
         """
@@ -94,15 +97,18 @@ class OuterStep:
         self._master_shard.load_part(0, self._geometry.shard, anchor)
 
     def clear_feedback(self) -> None:
-        """Set to zero the encoding errors that each outer step keeps for the next outer step (error feedback)."""
+        """Set to zero the encoding errors that each outer step keeps for the next outer step (error feedback).
+
+        In an outer step, groups of ranks average how far their weights have moved.
+        """
         if self._errors is not None:
             self._errors.clear()
 
     def reset(self) -> None:
-        """Begin outer steps anew, as a new engine does.
+        """Set the state of outer steps to that of a new engine.
 
-        The anchor becomes a copy of this rank's present shard.  The momentum, and the encoding errors that error
-        feedback keeps, become zero.
+        The anchor (the shard after the last outer step) becomes a copy of this rank's present shard.  The momentum, and
+        the encoding errors that error feedback keeps, become zero.
         """
         self._anchor.copy_(self._master_shard.master)
         if self._speed is not None:
@@ -112,6 +118,8 @@ class OuterStep:
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of the tensors that a resumed run needs to take outer steps, by name.
+
+        In an outer step, groups of ranks average how far their weights have moved since the last outer step.
 
         - ``anchor``: (S,) fp32, this rank's shard after the last outer step
         - ``momentum``: (S,) fp32, the momentum of outer steps; absent if the policy's ``outer_momentum`` is 0

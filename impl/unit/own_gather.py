@@ -34,9 +34,11 @@ _RECORD: Final = "gather"  # the name of the engine's own entry in a unit's stat
 class GatherMethod(Method):
     """Base class for a user's class that gathers the weights of one unit on one rank.
 
-    A user's class need not inherit from this class.  It must have :meth:`start` and :meth:`finish`; all other functions
-    are optional.  For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe
-    never), and ``finish()`` once.  The order of all these calls, for all units, is the same on all ranks.
+    A unit is a group of parameters that are gathered and reduced together.  A user's class need not inherit from this
+    class.  It must have :meth:`start` and :meth:`finish`; all other functions are optional.
+
+    For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
+    ``finish()`` once.  The order of all these calls, for all units, is the same on all ranks.
     """
 
     @abc.abstractmethod
@@ -103,9 +105,10 @@ class OwnGather(MethodDriver):
 
 
 class OwnWeightGather:
-    """All-gathers the weights of one unit, on one rank, into the unit's flat buffer, with a user's class.
+    """All-gathers the weights of one unit by a user's own class, and copies them to the unit's flat buffer.
 
-    The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
+    A unit is a group of parameters that are gathered together.  The policy of ``context`` is the policy for this unit
+    (``Policy.for_unit``).
     """
 
     # A user's class may return weights that it has kept from an earlier gather, so a pass may compute with a copy.
@@ -148,8 +151,9 @@ class OwnWeightGather:
     def finish(self) -> None:
         """Finish the gather, and copy the weights to the flat buffer.
 
-        If a call of a user's class has failed since the last gather started, nothing is copied and no error is raised:
-        the failed call has raised an error already, but torch may call this method in a hook even after that error.
+        A function of a user's class may fail during a gather, and raise an error.  Torch may still call this method
+        afterwards, in a hook.  This method then copies nothing, and raises no second error.  The next gather that
+        starts ends this state.
         """
         flat = self._flat.attach()
         if not self._passes.failed:
@@ -164,10 +168,11 @@ class OwnWeightGather:
 
         - ``loaded``, if :meth:`end` or :meth:`distrust` has noted it, if there was no gather yet, or if the start of
           the last gather was interrupted;
-        - ``stepped``, if :meth:`end` has noted it, or if torch's version counter shows a write to the master;
+        - ``stepped``, if :meth:`end` has noted it, or if torch's version counter shows a write to the master (this
+          rank's fp32 shard);
         - ``unchanged``.
 
-        After :meth:`load`, "the last gather" may be a gather of the run that saved the state.
+        After :meth:`load`, the last gather may be a gather of the run that saved the state.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change

@@ -1,9 +1,9 @@
 """Runs a user's own reduction of gradients: a class that a policy names, such as ``reduce = "mine:PowerSGD"``.
 
 :class:`ReductionMethod` documents the functions of such a class.  The engine constructs one object of the class for
-each trained unit on each rank.  It calls ``start()`` when the unit's gradient is complete; then ``advance()`` any
-number of times, at the same points on all ranks; and ``finish()`` when the mean is needed.  Thus messages overlap with
-the computation of other units.
+each trained unit, a group of parameters, on each rank.  It calls ``start()`` when the unit's gradient is complete; then
+``advance()`` any number of times, at the same points on all ranks; and ``finish()`` when the mean is needed.  Thus
+messages overlap with the computation of other units.
 
 The engine calls the class through :class:`OwnReduction`, which checks the tensors that the class returns.
 """
@@ -30,9 +30,11 @@ from impl.unit.method_driver import Method, MethodDriver
 class ReductionMethod(Method):
     """Base class for a user's class that reduces the gradients of one unit on one rank.
 
-    A user's class need not inherit from this class.  It must have :meth:`start` and :meth:`finish`; all other functions
-    are optional.  For each reduction of a unit the engine calls ``start()`` once, ``advance()`` any number of times
-    (maybe never), and ``finish()`` once.  The order of all these calls, for all units, is the same on all ranks.
+    A unit is a group of parameters that are gathered and reduced together.  A user's class need not inherit from this
+    class.  It must have :meth:`start` and :meth:`finish`; all other functions are optional.
+
+    For each reduction of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
+    ``finish()`` once.  The order of all these calls, for all units, is the same on all ranks.
     """
 
     @abc.abstractmethod
@@ -85,7 +87,7 @@ class OwnReduction(MethodDriver):
     def open_message(self) -> Exchange:
         """Raise a ZeroError: a user's class makes the messages itself, so gradients cannot be collected in a message.
 
-        :class:`~impl.comm.reduce_scatter.Reduction` has such a method, and this class has the same interface.
+        The method exists because this class has the interface of :class:`~impl.comm.reduce_scatter.Reduction`.
         """
         raise self._error("gradients cannot be collected in a message: pass the whole gradient to start()")
 
@@ -123,7 +125,7 @@ class OwnReduction(MethodDriver):
         return mean.clone() if self._out is None else self._out.copy_(mean)
 
     def mean_of_method(self) -> Tensor:
-        """Return the tensor (S,) fp32 that ``finish()`` of the user's object returns as mean, without copying it.
+        """Return the mean gradient that ``finish()`` of the user's object returns, (S,) fp32, without copying it.
 
         Raises:
             ZeroError: if the tensor has another shape or type, or is not finite although the local gradient is finite.

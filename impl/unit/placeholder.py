@@ -1,9 +1,9 @@
-"""Defines the placeholder: a parameter with shape, type and device, whose values are sharded.
+"""Defines the placeholder: a parameter that has a shape, a type and a device, but no values.
 
-Modules hold placeholders while their parameters are not gathered.  Each placeholder has a *keeper*, an object that
-provides the placeholder's values.  If an operation gets a placeholder as argument, the keeper is asked for the values;
-it gathers and returns them, or raises an error.  Gathered parameters are plain ``nn.Parameter`` objects, so that
-computing with them calls no keeper and costs nothing.
+Modules hold placeholders while the values of their parameters are sharded.  Each placeholder has a *keeper*, an object
+that provides the placeholder's values.  If an operation gets a placeholder as argument, the keeper is asked for the
+values; it gathers and returns them, or raises an error.  Gathered parameters are plain ``nn.Parameter`` objects, so
+that computing with them calls no keeper and costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Keeper(Protocol):
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Return the tensor that an operation is to use in place of ``parameter``, or raise an error.
 
-        ``together`` are all placeholders among the arguments of this operation, ``parameter`` included.
+        A placeholder is a parameter without values.  ``together`` are all placeholders among the arguments of this
+        operation, ``parameter`` included.
         """
 
 
@@ -89,7 +90,7 @@ class Placeholder(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func`` with the values of all placeholders among its arguments, which the keepers provide.
+        """Call ``func`` with values in place of the placeholders among its arguments; their keepers provide the values.
 
         Functions that need no values, such as ``shape``, are called with the placeholders themselves.
 
@@ -131,8 +132,9 @@ class Placeholder(nn.Parameter):
 class _Detached:
     """Keeper of a placeholder that never gets values: every use raises a ZeroError with the text ``refusal``.
 
-    ``detach()`` returns a placeholder with this keeper if the original's values cannot be used at the moment.
-    ``refusal`` is the error message of the original's keeper, which says why.
+    A keeper is the object that an operation asks for a placeholder's values.  If the values of a placeholder cannot be
+    used at the moment, ``detach()`` returns a new placeholder, with this keeper.  ``refusal`` is the error message of
+    the original's keeper, which says why.
     """
 
     def __init__(self, name: str, refusal: str) -> None:
@@ -146,7 +148,8 @@ class _Detached:
 def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
     """Return a new placeholder with the shape, type and device of ``parameter``.
 
-    The new placeholder takes no part in autograd.  Every use of it raises a ZeroError with the text of ``refusal``.
+    A placeholder is a parameter without values.  The new placeholder takes no part in autograd.  Every use of it raises
+    a ZeroError with the text of ``refusal``.
     """
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         leaf = nn.Parameter(parameter.data, requires_grad=False)
@@ -160,13 +163,16 @@ def values_of(parameter: Placeholder) -> Tensor:
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder whose values ``keeper`` provides; ``parameter.data`` stays as it is."""
+    """Make ``parameter`` a :class:`Placeholder` whose values ``keeper`` provides; ``parameter.data`` stays as it is."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder whose values ``keeper`` provides, and free the memory of its present values."""
+    """Make ``parameter`` a :class:`Placeholder`, and free the memory of its present values.
+
+    From now on, ``keeper`` provides the values to operations that need them.
+    """
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.
@@ -182,5 +188,5 @@ def restore(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def keeper_of(parameter: Tensor) -> Keeper | None:
-    """Return the keeper of a placeholder; None if ``parameter`` is no placeholder."""
+    """Return the keeper of a placeholder, which provides its values; None if ``parameter`` is no placeholder."""
     return _keepers.get(parameter)

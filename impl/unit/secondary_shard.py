@@ -11,11 +11,11 @@ many places, and has trained on stale copies, for example after a checkpoint was
 [Note: differences]
 The *master* of a shard is its fp32 values.  The copies of a shard are equal on all ranks that hold them, even when they
 are stale.  Therefore the next all-gather need not send the master: it may send the difference between the master and
-the copy (SDP4Bit, 2410.15526).  Every rank, also the rank that has the master, adds the decoded difference to its copy
-in fp32, and rounds the sum to the type of the copy.  Thus copies stay equal to the bit, and the errors of encoding and
-rounding become part of the next difference.  After a load that does not restore the copies, and after a call of
-``Zero.weights_changed()``, the next gather sends the master instead of a difference.  If the weights are gathered again
-without a change, the difference is zero, so an evaluation does not change later training.
+the copy (SDP4Bit, 2410.15526).  Every rank adds the decoded difference to its copy in fp32, and rounds the sum to the
+type of the copy; the rank that has the master does the same.  Thus copies stay equal to the bit, and the errors of
+encoding and rounding become part of the next difference.  After a load that does not restore the copies, and after a
+call of ``Zero.weights_changed()``, the next gather sends the master instead of a difference.  If the weights are
+gathered again without a change, the difference is zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from impl.unit.master_shard import Version
 
 
 class SecondaryShard:
-    """Keeps one rank's part of hpZ's copy of one unit's weights: the encoded shards that came from other nodes.
+    """Keeps, on one rank, hpZ's copy of a unit's weights: the encoded shards that came from other nodes.
 
-    As long as the weights do not change, gathers send this copy inside the node, and skip the hops between nodes.
+    As long as the weights do not change, gathers send this copy inside the node, and skip the hops (exchanges of
+    messages) between nodes.
 
     A *frame* is one encoded shard.  In the shapes below:
 
@@ -76,8 +77,8 @@ class SecondaryShard:
 
         ``step`` is the number of optimizer steps so far.  The result is the first of these that applies:
 
-        - ``copy``, the kept frames: if they hold this version of the weights.
-        - ``weights``, the masters' values: if one of these conditions holds:
+        - ``copy``, the kept encoded shards: if they hold this version of the weights.
+        - ``weights``, the values of the masters (fp32 weights): if one of these conditions holds:
 
           - The policy has no differences.
           - No gather has sent ``weights`` since the weights were created or loaded, or since the last call of
@@ -101,9 +102,11 @@ class SecondaryShard:
 
         ``change`` says why, and decides what the next gather may send:
 
-        - ``stepped``: an optimizer has stepped the masters; the gather may send differences;
-        - ``loaded``: the masters were loaded, or written by a user; the gather sends whole weights;
-        - ``unchanged``: the weights are the same, and are only sent anew; the gather may send differences, which are 0.
+        - ``stepped``: an optimizer has stepped the masters (the fp32 weights); the gather may send differences between
+          the masters and the kept copy;
+        - ``loaded``: the masters were loaded, or written by a user; the gather sends the masters themselves, not
+          differences;
+        - ``unchanged``: the masters are the same, and are only sent anew; the gather may send differences, which are 0.
         """
         self._version = None
         if change == "loaded":
@@ -112,7 +115,7 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Let no gather send differences from the kept copy until a gather has sent whole weights.
+        """Let no gather send differences from the kept copy until a gather has sent the weights themselves.
 
         To be called if ranks may keep different copies, for example after a gather that was interrupted on some ranks
         only.
@@ -148,20 +151,26 @@ class SecondaryShard:
     def share_memory(self, others: Sequence[SecondaryShard]) -> None:
         """Allocate the memory for this object's copy of the weights, and let ``others`` use the same memory.
 
-        ``others`` are secondary shards of the same unit for other policies of a schedule.  They must not need more
-        bytes than this object.  Only one of these objects may be in use at a time.  Before another one is used, call
-        the :meth:`forget` of that object, since the memory holds the copy of the object that was in use before.
+        ``others`` are secondary shards of the same unit for other policies of a schedule.  None of them may need more
+        bytes than this object.  Only one of these objects may be in use at a time.  When another object comes into use,
+        the memory still has the copy of the former object.  Call :meth:`forget` of the new object before it is used.
         """
         memory = self._memory()
         for other in others:
             other.keep_in(memory)
 
     def keep_in(self, memory: Tensor) -> None:
-        """Keep the copy at the start of ``memory`` (n,) uint8, which another secondary shard has allocated."""
+        """From now on, keep the copy of the weights at the start of ``memory`` (n,) uint8.
+
+        Another secondary shard has allocated this memory (:meth:`share_memory`).
+        """
         self._frames = memory[: self.nbytes]
 
     def forget(self) -> None:
-        """Make the next gather send whole weights, because the memory of the copy has arbitrary content."""
+        """Make the next gather send the weights themselves: neither the kept copy, nor differences from the copy.
+
+        Call this after another object has written to the memory of the copy.
+        """
         self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:
@@ -171,7 +180,7 @@ class SecondaryShard:
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:
-        """Return the encoded shards ``received`` (..., F) uint8, encoded anew in the copy's codec, (..., K) uint8."""
+        """Decode the shards ``received`` (..., F) uint8; return them encoded by the copy's codec, (..., K) uint8."""
         codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
         values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
@@ -193,15 +202,16 @@ class SecondaryShard:
     # Differences ([Note: differences])
 
     def settled(self, version: Version) -> bool:
-        """Return whether the copies are up to date with the master, so that a gather of differences sends zeros.
+        """Return whether the copies are up to date with the master, this rank's fp32 shard.
 
-        The copies are up to date if nothing has changed the master since they were last updated.  ``version`` is the
-        present version of the master.  Only its second number, torch's count of writes, matters here.
+        If they are, a gather of differences sends zeros.  The copies are up to date if nothing has changed the master
+        since the copies were last updated.  ``version`` is the present version of the master.  Only its second number,
+        torch's count of writes, matters here.
         """
         return self._settled == version[1]
 
     def _values(self) -> Tensor:
-        """Return the kept copy of the weights (copies, S), viewed as elements of its floating-point type."""
+        """Return the kept copy of the weights, (copies, S), as a view in the copy's floating-point type."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
@@ -213,7 +223,7 @@ class SecondaryShard:
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:
-        """Decode the differences ``received`` (..., D) uint8 from the hops between nodes, and add them to the copies.
+        """Decode the differences ``received`` (..., D) uint8, which came from other nodes, and add them to the copies.
 
         D is the number of bytes of one shard's encoded difference.  Afterwards the copies hold this ``version`` of the
         weights.
@@ -226,13 +236,13 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """Return the state from which a resumed run continues to send weights as differences from their last values.
+        """Return what a resumed run needs to send weights as differences from the values that were sent last.
 
         The dict is empty if the policy sends no differences.  Otherwise it has two entries:
 
         - ``copy``: (copies, S) the weights that were sent last, from which the next differences are computed
-        - ``begun``: (2,) two integers.  The first is the optimizer step at the last gather that sent whole weights, not
-          differences, or -1 if the next gather must send whole weights.  The second is 1 if ``copy`` equals the
+        - ``begun``: (2,) two integers.  The first is the optimizer step at the last gather that sent the weights
+          themselves, or -1 if the next gather must not send differences.  The second is 1 if ``copy`` equals the
           master's present values (:meth:`settled`), else 0
 
         ``version`` is the present version of the master.
@@ -245,7 +255,7 @@ class SecondaryShard:
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
         """Continue from the ``state`` that :meth:`state` returned on this rank.
 
-        ``version`` is the present version of the master.
+        ``version`` is the present version of the master, this rank's fp32 shard.
         """
         self._version = self.begun = self._settled = None
         if "copy" in state:

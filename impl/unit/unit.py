@@ -52,6 +52,8 @@ class State(enum.Enum):
 class Unit:
     """Gathers and reshards the weights of one unit on one rank, and reduces its gradients.
 
+    A unit is a group of parameters that are sharded together.  To reshard is to free the gathered weights.
+
     Args:
         geometry: the unit's layout.
         originals: the unit's parameters as the user has made them, in the order of ``geometry.slots``.  They lose their
@@ -104,7 +106,7 @@ class Unit:
 
     @property
     def visible(self) -> list[nn.Parameter]:
-        """The parameter objects that modules hold now, in the unit's order: placeholders, or parameters with values."""
+        """The parameter objects that modules hold now, in the unit's order: parameters with values, or placeholders."""
         shown = self.state is State.UNSHARDED
         return [member.parameter if shown else member.placeholder for member in self.members]
 
@@ -127,9 +129,11 @@ class Unit:
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
         """Return whether the weights must stay gathered after the unit's module has run.
 
-        Returns True in three cases: the module has returned a view of the weights, such as a parameter; the weights
-        were used outside of the module in this forward pass; or a backward pass may follow, and the schedule keeps the
-        unit gathered for it.
+        Returns True in three cases:
+
+        - The module has returned a view of the weights, such as a parameter.
+        - The weights were used outside of the module in this forward pass.
+        - A backward pass may follow, and the schedule keeps the unit gathered for it.
 
         Args:
             outputs: the memory addresses of the tensors that the module has returned.
@@ -148,7 +152,7 @@ class Unit:
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
-        """Reshard the weights; to be called when all gradients of the unit have arrived."""
+        """Reshard the weights (free the gathered weights); to be called when all gradients of the unit have arrived."""
         self.reshard()
 
     # Weights
@@ -157,9 +161,9 @@ class Unit:
     def gathered(self) -> bool:
         """Whether the weights are gathered, which is so in two states.
 
-        In the state ``UNSHARDED``, modules hold the parameters.  In the state ``HIDDEN``, modules hold placeholders.
-        ``HIDDEN`` is the state between passes below stage 3, and at stage 3 for the small parameters that stay
-        gathered.
+        In the state ``UNSHARDED``, modules hold the parameters.  In the state ``HIDDEN``, modules hold placeholders
+        (parameters without values).  ``HIDDEN`` is the state between passes below stage 3, and at stage 3 for the small
+        parameters that stay gathered.
         """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
@@ -204,7 +208,7 @@ class Unit:
             self.wait()
 
     def _advance_others(self) -> None:
-        """Let the gathers of other units that are under way by a user's own class post their next messages.
+        """Let a user's own class post the next messages of the gathers of other units that are under way.
 
         The units are taken in the order of their indices, which is the same on all ranks.
         """
@@ -215,8 +219,8 @@ class Unit:
     def start_gather(self, phase: Phase) -> None:
         """Start the all-gather of the unit's weights for a pass of this ``phase``.
 
-        Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters have changed
-        since the weights were gathered, the weights are gathered anew.
+        Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters (fp32
+        weights) have changed since the weights were gathered, the weights are gathered anew.
 
         Below stage 3, a forward pass gathers the units in model order: the method first gathers all units that come
         earlier in this order and are not gathered yet.  The reason is that the passes of different ranks may call
@@ -292,9 +296,10 @@ class Unit:
     def end_use(self) -> None:
         """Reshard the weights, and note which parameters were written while the weights were gathered.
 
-        Below stage 3, and for small parameters that stay gathered (the persistent unit), the weights stay in memory,
-        and modules only get placeholders in place of the parameters.  But if a parameter was written, these weights
-        are freed too, since they no longer agree with the masters.
+        To reshard is to free the gathered weights, and to put placeholders (parameters without values) into the
+        modules.  Weights stay in memory below stage 3, and if they are small parameters that stay gathered (the
+        persistent unit).  The modules then only get placeholders.  But if a parameter was written, these weights are
+        freed too, since they no longer agree with the masters (the fp32 shards).
         """
         if self.state is State.GATHERING:
             self.wait()  # its messages are already posted
@@ -310,10 +315,10 @@ class Unit:
         self.flat.detach()
 
     def reshard(self) -> None:
-        """Reshard the weights as :meth:`end_use` does, and raise the error about parameters that were written.
+        """Reshard the weights as :meth:`end_use` does; raise an error if parameters were written while gathered.
 
-        Raises a WrittenError if parameters of this unit were written while they were gathered.  Also raises it if
-        :meth:`end_use` of another unit has noted written parameters that no error has named yet.
+        The error is a WrittenError.  It is also raised if :meth:`end_use` of another unit has noted written parameters
+        that no error has named yet.
         """
         self.end_use()
         if self._passes.written:
@@ -344,7 +349,7 @@ class Unit:
             self.reshard()
 
     def _used_outside(self, name: str) -> None:
-        """Gather the unit, because an operation has used the placeholder of its parameter ``name``.
+        """Gather the weights, because an operation has used the placeholder (without values) of the parameter ``name``.
 
         Raises:
             ZeroError: if neither a forward nor a backward pass is running.
@@ -361,7 +366,7 @@ class Unit:
             )
 
     def hide(self) -> None:
-        """Put placeholders into the modules, in place of the parameters, while the weights stay gathered."""
+        """Put placeholders (without values) into the modules, in place of the parameters; the weights stay gathered."""
         if self.state is State.UNSHARDED:
             self.flat.conceal(sharded=False)
             self.state = State.HIDDEN
@@ -369,7 +374,7 @@ class Unit:
     def written(self) -> Sequence[str]:
         """Return the names of the parameters that were written since they were put into the modules.
 
-        The list is empty while modules hold placeholders.
+        The list is empty while modules hold placeholders, which have no values.
         """
         return self.flat.written()
 
@@ -378,7 +383,7 @@ class Unit:
 
         ``change`` says why:
 
-        - ``stepped``: an optimizer has stepped the masters;
+        - ``stepped``: an optimizer has stepped the masters (the fp32 shards);
         - ``loaded``: the masters were loaded, or written by a user;
         - ``unchanged``: the masters have not changed, and their values only have to be sent anew.
         """
@@ -393,7 +398,10 @@ class Unit:
             self.flat.detach()
 
     def _become_sharded(self) -> None:
-        """Put placeholders into the modules, and set the state to ``SHARDED``; the flat buffer keeps its memory."""
+        """Put placeholders into the modules, and set the state to ``SHARDED``; the flat buffer keeps its memory.
+
+        A placeholder is a parameter without values.
+        """
         self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
@@ -418,7 +426,8 @@ class Unit:
         """Prepare the gathers and reductions of all policies between which a schedule switches.
 
         This allocates the memory of hpZ's copies, and of the errors that error feedback keeps.  Policies that gather
-        weights in the same way share one gather.  So hpZ's copy stays current when the schedule switches between them.
+        weights in the same way share one gather.  When the schedule switches between such policies, hpZ's copy
+        therefore stays current.
         """
         known = {self.policy.gathering: self.weight_gather}
         for policy in self._phases:
@@ -438,8 +447,8 @@ class Unit:
         """Gather weights and reduce gradients with policy ``number`` of the schedule from now on.
 
         ``number`` is an index of ``Policy.phases``.  This must not be called during a pass.  If the new policy gathers
-        weights in another way than the policy before, the next gather sends whole weights: it uses neither hpZ's copy
-        nor differences.
+        weights in another way than the policy before, the next gather sends the weights themselves: neither hpZ's copy
+        of earlier weights, nor differences from this copy.
         """
         policy, gather = self._phases[number], self._gathers[number]
         if gather is not self.weight_gather and isinstance(gather, WeightGather):
@@ -466,7 +475,7 @@ class Unit:
     # State of communication: what later messages depend on, in addition to weights and gradients
 
     def communication_state(self) -> dict[str, Tensor]:
-        """Return a dict of what this rank needs to resume a run, in addition to masters and optimizer state.
+        """Return a dict of the tensors that this rank needs to resume a run, besides fp32 weights and optimizer state.
 
         Which tensors the dict has depends on the policy:
 
@@ -504,7 +513,7 @@ class Unit:
             )
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a ``state`` that :meth:`check_communication_state` has accepted."""
+        """Restore the tensors of a ``state`` that :meth:`check_communication_state` has accepted."""
         if (errors := self.reduction.kept_errors()) is not None:
             errors.load(state)
         if self.reduction.own is not None:
@@ -542,7 +551,8 @@ class Unit:
         These changes are not supported:
 
         - another object was put into a module in place of a parameter;
-        - masters were written in a way that torch does not count, while copies of the old values are kept;
+        - masters (fp32 shards) were written without torch's version counter showing it, while copies of the old values
+          are kept;
         - in ``training``: parameters or masters were frozen or unfrozen, or got gradient hooks.
         """
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable

@@ -1,11 +1,12 @@
-"""All-gathers one unit's weights; the counterpart for gradients is :mod:`impl.unit.gradient_reduction`.
+"""All-gathers the weights of one unit; the counterpart for gradients is :mod:`impl.unit.gradient_reduction`.
 
-The list follows a shard of weights through one ZeRO++ step on two nodes of two ranks, and names the files that
-take part.  A unit has P elements with padding, and each of the four ranks holds a shard of S = P / 4 elements.
-A frame is one encoded shard, codes and scales, and has F bytes.
+A unit is a group of parameters that are gathered and reduced together.  The list follows a shard of weights through one
+ZeRO++ step on two nodes of two ranks, and names the files that take part.  The unit has P elements with padding, and
+each of the four ranks holds a shard of S = P / 4 elements.  A frame is one encoded shard, codes and scales, and has F
+bytes.
 
-1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the shard (S,) in fp32, and encodes it
-   straight into the message of the first hop: one frame (F,) uint8.  With an INT8 codec this is qwZ (paper
+1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the master, which is the shard (S,) in fp32, and
+   encodes it straight into the message of the first hop: one frame (F,) uint8.  With an INT8 codec this is qwZ (paper
    section 3.1).
 2. *Hop 1 crosses the link between nodes.*  :class:`impl.comm.all_gather.FrameGather` all-gathers along the
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
@@ -22,10 +23,9 @@ A frame is one encoded shard, codes and scales, and has F bytes.
    given back, unless the schedule keeps the unit for backward.  The secondary shard stays.
 7. *The backward pass gathers again*, from the secondary shard, which is written to the message of hop 2.
    Nothing crosses the link between nodes.
-8. *The optimizer steps the masters.*  Now the secondary shard is stale, and the next forward pass begins at
-   step 1.  If the policy sends differences, step 1 encodes the difference between the master and its copy in
-   the secondary shard, and step 3 adds the difference to the copies ([Note: differences] in
-   :mod:`impl.unit.secondary_shard`).
+8. *The optimizer steps the masters.*  Now the secondary shard is stale, and the next forward pass begins at step 1.  If
+   the policy sends differences ([Note: differences] in :mod:`impl.unit.secondary_shard`), step 1 encodes the difference
+   between the master and its copy in the secondary shard.  Step 3 adds the difference to the copies.
 
 :meth:`impl.unit.unit.Unit.all_gather` starts this sequence.  It also starts the gathers of the units that run next,
 which :mod:`impl.plan.prefetch_schedule` chooses, and then waits for the unit's own gather.  docs/design/engine.md has a
@@ -61,9 +61,10 @@ from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
-    """Gathers the weights of one unit, on one rank, from all ranks, and decodes them into the unit's buffer ``flat``.
+    """Gathers the weights of one unit from all ranks, and decodes them into the unit's flat buffer ``flat``.
 
-    The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
+    A unit is a group of parameters that are gathered together.  There is one object for each unit on each rank.  The
+    policy of ``context`` is the policy for this unit (``Policy.for_unit``).
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class WeightGather:
         This rank's message has one of three contents (:meth:`SecondaryShard.sends`):
 
         - the frames (encoded shards) of hpZ's copy, if the copy is current;
-        - the encoded difference between the shard and its copy, in a gather of differences;
-        - the encoded shard, otherwise.
+        - the encoded difference between the shard and hpZ's copy of the shard, in a gather of differences;
+        - the encoded shard, in all other cases.
 
         These are steps 1, 2 and 7 of the list in the module's docstring.
 
@@ -122,7 +123,7 @@ class WeightGather:
         stream.
 
         On one rank without hpZ, there is no message if the codec leaves elements of the compute type unchanged.  The
-        method then only casts the master into the flat buffer.
+        method then only casts this rank's fp32 shard into the flat buffer.
 
         With ``post=False`` the method only writes the message of the first hop.  :func:`start_together` then posts this
         message and enqueues the later hops.
@@ -146,7 +147,7 @@ class WeightGather:
             self._arrival = arrival
 
     def finish(self) -> None:
-        """Wait for all hops, keep hpZ's copy, and decode the frames into the flat buffer.
+        """Wait for all hops (exchanges), update hpZ's copy, and decode the encoded shards into the flat buffer.
 
         These are steps 3 to 5 of the list in the module's docstring.
         """
@@ -161,9 +162,9 @@ class WeightGather:
             self._under_way = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs to send differences of weights (:meth:`SecondaryShard.state`).
+        """Return what a resumed run needs to go on sending weights as differences from hpZ's copy.
 
-        The dict is empty if the policy has no differences.
+        This is :meth:`SecondaryShard.state`.  The dict is empty if the policy has no differences.
         """
         return self.secondary.state(self.master_shard.version)
 
@@ -172,9 +173,10 @@ class WeightGather:
         self.secondary.load(state, self.master_shard.version)
 
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
-        """Write this rank's message of ``hop`` to ``message`` (bytes,) uint8.
+        """Write the message that this rank sends in ``hop`` to ``message`` (bytes,) uint8.
 
-        ``received`` is what this rank has received in the previous hop; None for the first hop.
+        A gather consists of one or more hops, each an exchange of messages in a group of ranks.  ``received`` is what
+        this rank has received in the previous hop; None for the first hop.
         """
         match hop.source:
             case "master" if hop.planes == ("rows",):
@@ -197,9 +199,10 @@ class WeightGather:
                 forward(hop, message, received)
 
     def _keep(self, hop: Hop, received: Tensor) -> None:
-        """Update hpZ's copy with the frames ``received`` in ``hop``, the last hop between nodes.
+        """Update hpZ's copy of the weights with the frames (encoded shards) in ``received``.
 
-        Received weights replace the copy, and received differences are added to the copy.
+        ``hop`` is the gather's last exchange of messages between nodes, in which the frames arrived.  If the frames are
+        weights, they replace the copy; if they are differences, they are added to the copy.
         """
         frames = received.view(len(received), -1, hop.frame_bytes[0])
         if len(hop.planes) > 1:
@@ -210,7 +213,10 @@ class WeightGather:
             self.secondary.keep(frames, self.version, step=self.clock.step)
 
     def _decode(self, hop: Hop, received: Tensor) -> None:
-        """Decode the frames ``received`` in ``hop``, the last hop, into the flat buffer."""
+        """Decode the frames (encoded shards) in ``received`` into the flat buffer.
+
+        ``hop`` is the gather's last exchange of messages, in which the frames arrived.
+        """
         frames, flat = received.view(*self.target[0][:-1], -1), self.flat.attach()
         if len(hop.planes) > 1:
             frames = _plane(frames, "columns" if self._columns else "rows")
@@ -220,7 +226,7 @@ class WeightGather:
                 turn(shard, bands, self._rows, back=True)
 
     def _write_planes(self, hop: Hop, message: Tensor) -> None:
-        """Encode the master into ``message`` by columns, or by rows and by columns, as ``hop.planes`` says.
+        """Encode this rank's fp32 shard into ``message`` by columns, or by rows and by columns, as ``hop.planes`` says.
 
         A plane is one of these two encodings.  In the plane "rows", which the forward pass uses, the codec's
         quantisation blocks run along the rows of a matrix.  In the plane "columns", which the backward pass uses, they
@@ -236,8 +242,9 @@ class WeightGather:
 def start_together(gathers: Sequence[WeightGather], phase: Phase) -> None:
     """Start the gathers of several units over NCCL for a pass of this ``phase``, with few calls of NCCL.
 
-    Hops of different gathers along the same axis are posted with one call of NCCL.  One event marks the end of all
-    gathers, so ``finish()`` of any of them waits until all have ended.
+    A hop is one exchange of a gather, along one axis of ranks.  Hops of different gathers along the same axis are
+    posted with one call of NCCL.  One event on the GPU marks the end of all gathers, so ``finish()`` of any of them
+    waits until all have ended.
     """
     for gather in gathers:
         gather.start(phase, post=False)
@@ -259,9 +266,9 @@ def start_together(gathers: Sequence[WeightGather], phase: Phase) -> None:
 
 
 def _plane(frames: Tensor, plane: Plane) -> Tensor:
-    """Return the half of ``frames`` (..., 2 F) uint8 that is quantised by rows, or by columns, (..., F).
+    """Return one half (..., F) of ``frames`` (..., 2 F) uint8: the half that is quantised by rows, or by columns.
 
-    Each frame has the same weights twice: the first F bytes are quantised by rows, the last F bytes by columns.
-    ``plane`` is "rows" or "columns".
+    A frame is one encoded shard.  Here each frame has the same weights twice: the first F bytes are quantised by rows,
+    the last F bytes by columns.  ``plane``, which is "rows" or "columns", chooses the half.
     """
     return frames.chunk(2, -1)[plane == "columns"]

@@ -35,7 +35,7 @@ class WholeValues:
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
-        """Gather the masters of all parameters of the unit, and return one fp32 tensor for each parameter.
+        """Gather the masters (fp32 weights) of the unit's parameters, and return one fp32 tensor for each parameter.
 
         A tensor has the shape of its parameter.  The tensors are in the order of ``unit.members``, and are views of one
         new buffer.  All ranks must call this method.
@@ -48,10 +48,10 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape) for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """Gather values of parameter ``number`` of the unit, such as its masters or its mean gradient.
+        """Gather values of parameter ``number`` of the unit, such as its fp32 weights, from all ranks.
 
-        ``part`` (n,) fp32 are the values of the elements in this rank's shard; n may be 0.  Returns the values of all
-        elements, fp32 in the shape of the parameter.
+        The values may also be others, such as the mean gradient.  ``part`` (n,) fp32 are the values of the elements in
+        this rank's shard; n may be 0.  Returns the values of all elements, fp32 in the shape of the parameter.
         """
         part = part.to(self._wire.mesh.device)
         return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
@@ -80,7 +80,7 @@ class WholeValues:
         return member.placeholder
 
     def end_showing(self, number: int) -> None:
-        """Undo :meth:`show`: turn the parameter into a placeholder again, without writing its values to the masters."""
+        """Undo :meth:`show`: turn the parameter into a placeholder again; its values are not written to the shards."""
         unit, member = self._unit, self._unit.members[number]
         member.place(member.placeholder)  # users may have replaced the placeholder, or its data
         values = unit.flat.shown.pop(number)
@@ -95,12 +95,12 @@ class WholeValues:
             member.parameter.__class__ = Placeholder
 
     def write_part(self, number: int, part: Tensor) -> None:
-        """Overwrite the masters of parameter ``number`` in this rank's shard with ``part`` (n,) fp32; n may be 0."""
+        """Overwrite this rank's masters (fp32 weights) of parameter ``number`` with ``part`` (n,) fp32; n may be 0."""
         self._master_shard.load_part(*self.part(number), part)
         self._unit.weights_changed()
 
     def load_shard(self, values: Tensor) -> None:
-        """Overwrite all masters of this rank's shard with ``values`` (S,) fp32."""
+        """Overwrite all masters (fp32 weights) of this rank's shard with ``values`` (S,) fp32."""
         self._master_shard.load_part(0, self._geometry.shard, values)
         self._unit.weights_changed()
 
@@ -116,13 +116,13 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """Gather values of parameter ``number`` of a unit, such as its masters or its mean gradient, from all ranks.
+    """Gather values of parameter ``number`` of a unit, such as its fp32 weights or its mean gradient, from all ranks.
 
     Args:
-        geometry: the layout of the parameter's unit.
+        geometry: the layout of the parameter's unit, the group of parameters that are gathered together.
         number: the index of the parameter in ``geometry.slots``.
         part: (n,) fp32, the values of the elements in this rank's shard; n may be 0.
-        axes: the axes along which values are gathered; all ranks along them must call this function.
+        axes: the axes of ranks along which values are gathered; all ranks along these axes must call this function.
         wire: sends the messages.
         tag: the phase and purpose under which the wire counts the bytes.
 

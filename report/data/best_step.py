@@ -31,10 +31,11 @@ _Seconds = NDArray[np.float64]
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Return, by id of the trial, the seconds that a step takes in the simulated schedule.
 
-    A step is simulated for each row of :func:`computations`: for each rank and each sample or timed step.  Of each
-    sample or step, only the seconds of the slowest rank are used, and the trial's value is the median of these seconds.
-    The value is NaN for trials whose schedule cannot be simulated, such as trials of DDP.  Trials whose seconds of
-    computation are not known are left out.
+    A step is simulated for each row of :func:`computations`, that is, for each rank and each timed step (or each
+    sample, if computation was measured separately).  Of each step or sample, only the seconds of the slowest rank are
+    used.  The trial's value is the median of these seconds.  The value is NaN for trials whose schedule cannot be
+    simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.
+
     ``steps`` is the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
@@ -65,10 +66,11 @@ def timed(steps: pd.DataFrame) -> pd.DataFrame:
 def computations(frames: Frames) -> pd.DataFrame:
     """Return the seconds in which each rank computes in a step, without waiting for messages.
 
-    For a trial that measured computation separately, without messages, the table has one row for each rank and sample,
-    and ``alone`` is true.  For any other trial it has one row for each rank and timed step, and ``alone`` is false.
-    ``index`` is the number of the sample or step.  ``forward``, ``backward`` and ``rest`` are the seconds of the parts
-    of a step, and ``cpu_seconds`` the CPU seconds of the whole step; each may be NaN.
+    Some trials measure computation separately, in samples that send no messages.  For such a trial the table has one
+    row for each rank and sample, and ``alone`` is true.  For any other trial it has one row for each rank and timed
+    step, and ``alone`` is false.  ``index`` is the number of the sample or step.  ``forward``, ``backward`` and
+    ``rest`` are the seconds of the parts of a step, and ``cpu_seconds`` the CPU seconds of the whole step; each may be
+    NaN.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -104,7 +106,7 @@ def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """Return, by id of the trial, the seconds in which the trial's CPUs could do the computation of a step.
+    """Return, by id of the trial, the seconds in which the trial's CPUs, all busy, do the computation of a step.
 
     This is the sum of all ranks' CPU seconds, divided by the number of CPUs that the ranks share.  A value is the
     median over samples or timed steps (:func:`computations`).  It is NaN on GPUs, for ranks that may run on several
@@ -119,15 +121,16 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Return the seconds that a step takes in the simulated schedule, for each of a trial's n rows of computations.
+    """Return the seconds that a step of a trial takes in the simulated schedule.
+
+    The step is simulated with each of the n rows that :func:`computations` has for the trial.
 
     Args:
         frames: The records.
         identity: Id of the trial.
         mbit: Rate of the link in Mbit/s.
         sent: Bytes that the busiest node sends in one step, by (unit, phase, purpose).
-        parts: Seconds of computation in the forward pass, the backward pass and the rest of a step, (n, 3), with one
-            row for each row that :func:`computations` has for the trial.
+        parts: Seconds of computation in the forward pass, the backward pass and the rest of a step, (n, 3).
 
     Returns:
         An array (n,).  Instead of the array, a single NaN is returned in each of these cases:
@@ -167,11 +170,11 @@ def _bound(
         return Collective(hops=(TimedHop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
-        """Return the simulated hops in which a unit's gradients are reduced, with the seconds of each hop.
+        """Return the simulated hops (exchanges of messages) that reduce a unit's gradients, with their seconds.
 
         If the policy reduces by a ring, each step of the ring is a hop.  Otherwise each chunk of the gradients has one
-        hop between nodes.  If the policy reduces inside nodes first, a hop inside the node precedes it; that hop is
-        taken to need no time.
+        hop between nodes.  If the policy reduces inside nodes first, each chunk also has a hop inside the node, before
+        its hop between nodes.  The hop inside the node is taken to need no time.
         """
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":

@@ -1,16 +1,17 @@
-"""Computes break-even rates: the rates of the link at which the speed-up over the baseline crosses 1.
+"""Computes break-even rates: the link rates at which a configuration is as fast as its baseline (speed-up 1).
 
-Between neighbouring measured rates, the speed-up is interpolated by a straight line (both axes logarithmic).  Fieller's
-method gives the ranges of rates in which the speed-up does not differ significantly from 1.  For example, let a
-configuration be faster up to 80 Mbit/s, slower from 110 Mbit/s on, and not significantly different in between.  If the
-line crosses 1 at 95 Mbit/s, the break-even rate is 95 Mbit/s, and its interval is 80 to 110 Mbit/s.
+The speed-up is measured at a few rates.  Between neighbouring measured rates, it is interpolated by a straight line,
+with both axes logarithmic.  Fieller's method gives the ranges of rates in which the speed-up does not differ
+significantly from 1.  For example, let a configuration be faster than its baseline up to 80 Mbit/s, slower from 110
+Mbit/s on, and not significantly different in between.  If the interpolated speed-up is 1 at 95 Mbit/s, the break-even
+rate is 95 Mbit/s, and its interval is 80 to 110 Mbit/s.
 
-A range has a break-even rate in either of these cases:
+Such a range has a break-even rate in either of these cases:
 
-* The range lies between the lowest and the highest measured rate.  The line crosses 1 inside the range, and the
-  configuration is faster on one side of the range and slower on the other.
-* The range begins at the lowest measured rate, or ends at the highest, so that one side was not measured.  The line
-  crosses 1 exactly once inside the range.
+* The range lies between the lowest and the highest measured rate.  The interpolated speed-up crosses 1 inside the
+  range, and the configuration is faster on one side of the range and slower on the other side.
+* The range begins at the lowest measured rate, or ends at the highest, so that one side was not measured.  The
+  interpolated speed-up crosses 1 exactly once inside the range.
 
 If a range covers all measured rates, no break-even rate is determined.
 Definition: docs/reference/metrics.md.
@@ -42,7 +43,9 @@ Outcome = Literal["crosses", "pays", "costs", "not determined"]
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """The rates at which a configuration's speed-up crosses 1, all in Mbit/s."""
+    """The break-even rates of one configuration: link rates in Mbit/s at which its speed-up over the baseline crosses
+    1.
+    """
 
     # ``crosses``: the speed-up crosses 1 at the rates ``crossings``; ``pays``: the configuration is faster at every
     # measured rate; ``costs``: slower at every measured rate; ``not determined``: none of these could be shown.
@@ -56,15 +59,17 @@ class BreakEven:
 
     @property
     def highest(self) -> Interval:
-        """The highest rate at which the speed-up crosses 1, with its interval; NaN if there is no such rate."""
+        """The highest rate at which the speed-up crosses 1, with its interval; all NaN if there is no such rate."""
         return self.crossings[-1] if self.crossings else Interval(math.nan, math.nan, math.nan, 0)
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of break-even rates, from pairs of trials (:func:`report.data.speedups.pairs`).
+    """Return a table of break-even rates: link rates at which a configuration is as fast as its baseline.
 
-    Settings that differ in the rate alone form a group.  There is one row for each group and each configuration that
-    ran at two or more rates of the group.  These columns describe the row's result:
+    ``pairs`` are rows of :func:`report.data.speedups.pairs`, each a trial and the baseline's trial under the same
+    conditions.  A setting (cluster, model, batch and so on) is what a trial runs in.  Settings that differ in the
+    link's rate alone form a group.  The table has one row for each group and each configuration that ran at two or more
+    rates of the group.  These columns describe the row's result:
 
     * ``found``: all break-even rates, as a :class:`BreakEven`;
     * ``outcome``: ``crosses`` if there are any; else one of the other outcomes of :class:`BreakEven`;
@@ -91,10 +96,11 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """Find the rates at which one configuration is as fast as its baseline, by the method of this module's docstring.
+    """Find the link rates at which one configuration is as fast as its baseline.
 
-    ``points`` are the measured rates in Mbit/s, in ascending order, each with the pairs of trials at this rate.  A pair
-    is a trial of the configuration and the baseline's trial under the same conditions.
+    The docstring of this module describes the method.  ``points`` are the measured rates in Mbit/s, in ascending order,
+    each with the pairs of trials at this rate.  A pair is a trial of the configuration and the baseline's trial under
+    the same conditions.
     """
     kept = [undisturbed(pairs) for _, pairs in points]
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]
@@ -144,10 +150,11 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
 
 
 def in_words(found: BreakEven) -> str:
-    """Return a break-even as text: its rates in Mbit/s with their intervals, such as ``96.1 (90.2 to 104)``.
+    """Return break-even rates as text: rates in Mbit/s with their intervals, such as ``96.1 (90.2 to 104)``.
 
-    If there is no such rate, the text says whether the configuration is always faster or always slower, or why no
-    break-even is determined.
+    A break-even rate is a link rate at which a configuration is as fast as its baseline.  If there are ranges without a
+    clear result, the text of :func:`unclear_in_words` follows.  If there is no break-even rate, the text says whether
+    the configuration is always faster or always slower, or why no break-even rate is determined.
     """
     match found.outcome:
         case "crosses":
@@ -160,15 +167,15 @@ def in_words(found: BreakEven) -> str:
 
 
 def crossings_in_words(found: BreakEven) -> str:
-    """Return all rates at which the speed-up crosses 1, with their intervals, as text: ``96.1 (90.2 to 104)``."""
+    """Return all link rates at which the speed-up crosses 1, with their intervals, as text: ``96.1 (90.2 to 104)``."""
     return listed([with_interval(crossing, _end) for crossing in found.crossings])
 
 
 def unclear_in_words(found: BreakEven) -> str:
-    """Return text that lists the rates without a clear result: ``not significant from 50.0 to 90.0 Mbit/s``.
+    """Return text that lists ranges of link rates without a clear result: ``not significant from 50.0 to 90.0 Mbit/s``.
 
-    These are the ranges ``found.unclear``, in which the speed-up does not differ significantly from 1 and which hold no
-    break-even rate.  The text is empty if there are no such ranges.
+    In these ranges (``found.unclear``), the speed-up does not differ significantly from 1, and there is no break-even
+    rate.  The text is empty if there are no such ranges.
     """
     ranges = [f"{_three_digits(low)} to {_three_digits(high)} Mbit/s" for low, high in found.unclear]
     return f"not significant from {listed(ranges)}" if ranges else ""
@@ -179,22 +186,23 @@ def _end(mbit: float) -> str:
 
 
 def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, int], _Value]:
-    """Return one value for each pair of trials, by (seed, repeat).
+    """Return a dict that has one of the ``values`` for each pair of trials, by (seed, repeat).
 
-    ``values`` has a value for each row of ``pairs``.  If several rows have the same seed and repeat, the value of the
-    last row is returned.  The same row is used for the speed-up (:func:`report.data.speedups.speedup`).
+    Each row of ``pairs`` is a pair: a trial, and the baseline's trial with the same seed and repeat.  ``values`` has a
+    value for each row.  If several rows have the same seed and repeat, the dict has the value of the last row, because
+    :func:`report.data.speedups.speedup` also uses the last row.
     """
     rows = zip(pairs["seed"], pairs["repeat"], values, strict=True)
     return {(seed, repeat): value for seed, repeat, value in rows}
 
 
 def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:
-    """Return the natural logarithm of each pair's speed-up, by (seed, repeat)."""
+    """Return the natural logarithm of the speed-up of each pair of trials, by (seed, repeat)."""
     return _by_pair(pairs, np.log(pairs["baseline_seconds"]) - np.log(pairs["step_seconds"]))
 
 
 def _zeros(means: Sequence[float]) -> list[float]:
-    """Return the x coordinates at which the line through some points crosses or touches zero, in ascending order.
+    """Return the x coordinates, in ascending order, at which a line drawn from point to point crosses or touches zero.
 
     The points have the x coordinates 0, 1, 2 and so on, and the y coordinates ``means``.
     """
@@ -206,10 +214,11 @@ def _zeros(means: Sequence[float]) -> list[float]:
 
 
 def _rates(points: Sequence[tuple[float, pd.DataFrame]], low: float, high: float) -> tuple[float, float]:
-    """Convert two positions among the points, ``low`` and ``high``, to rates in Mbit/s.
+    """Convert two positions among the points, ``low`` and ``high``, to link rates in Mbit/s.
 
-    A position is an index into ``points``, possibly with a fraction: 1.5 is halfway from the second to the third point,
-    on a logarithmic axis of rates.
+    ``points`` are the measured rates, each with the pairs of trials at this rate.  A position is an index into
+    ``points``, possibly with a fraction: 1.5 is halfway from the second to the third point, on a logarithmic axis of
+    rates.
     """
     logs = [math.log(rate) for rate, _ in points]
     ends = (math.exp(float(np.interp(place, range(len(logs)), logs))) for place in (low, high))

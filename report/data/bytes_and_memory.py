@@ -19,10 +19,10 @@ _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumul
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the bytes that all ranks send between nodes in a step, one row per trial and part.
+    """Return the bytes that all ranks together send between nodes in a step, one row per trial and part.
 
-    The bytes are those that the ranks' ledgers counted when sending.  Only trials of ``table``
-    (:func:`report.data.metrics.trials`) have rows.  These columns hold the result:
+    Each rank counts the bytes that it sends (its ledger); the table is computed from these counts.  Only trials in
+    ``table`` (:func:`report.data.metrics.trials`) have rows.  These columns hold the result:
 
     * ``part``: what the bytes were sent for, one of :data:`VOLUME_PARTS` or :data:`OWNERS`;
     * ``bytes``: the mean over timed steps;
@@ -45,11 +45,11 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Return the sizes in bytes that hpZ's copy of the weights would have on one rank in two formats, by formula.
+    """Return how many bytes hpZ's copy of the weights takes on one rank, by formula, for two formats of the copy.
 
     In the first format, the rank keeps the encoded bytes that it received.  In the second, it keeps weights of 16 bits.
-    Both sizes are NaN for trials without hpZ's copy, and for trials inside FSDP2 or DDP.  They are also NaN for
-    policies with a codec of the user's own or of a published format.
+    ``identity`` is the id of a trial.  Both sizes are NaN for trials without hpZ's copy, and for trials inside FSDP2 or
+    DDP.  They are also NaN for policies with a codec of the user's own or of a published format.
     """
     trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
@@ -62,9 +62,10 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Return the bytes that a rank holds in memory, or copies in a step: one row per trial, source and part.
 
-    ``source`` says where the number is from, such as the engine or a formula, and ``part`` what the bytes are, such as
-    gradients (``Frames.memory``).  ``bytes`` is the maximum over the trial's ranks, for each part separately: the
-    gradients may be those of rank 0, and the weights those of rank 1.
+    Only trials in ``table`` (:func:`report.data.metrics.trials`) have rows.  ``source`` says where the number is from,
+    such as the engine or a formula, and ``part`` what the bytes are, such as gradients (``Frames.memory``).  ``bytes``
+    is the maximum over the trial's ranks, for each part separately: the gradients may be those of rank 0, and the
+    weights those of rank 1.
     """
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
@@ -73,11 +74,11 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 def by_nodes(derived: Derived) -> pd.DataFrame:
     """Return the trials that show how speed scales with the number of nodes, one row per trial and group.
 
-    A group is returned if its trials ran on at least three different numbers of nodes, such as 1, 2 and 4.
     The trials of a group have the same model, rate, ranks per node, sequence length and number of micro-batches.  In a
     group of kind ``weak``, they also have the same batch on each rank.  In a group of kind ``strong``, they have the
     same batch on all ranks together.  Column ``kind`` holds the kind, and ``title`` describes the group.
-    A trial may be in a group of either kind; then it has two rows.
+    A group is returned if its trials ran on at least three different numbers of nodes, such as 1, 2 and 4.  A trial
+    that is in a group of each kind has two rows.
     """
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
@@ -92,7 +93,8 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 def under_limits(derived: Derived) -> pd.DataFrame:
     """Return the trials that had a memory limit: those that trained within it, and those that exceeded it.
 
-    Column ``trained`` tells the two kinds apart.  If all trials with a limit are of one kind, the table is empty.
+    Column ``trained`` is true for trials that trained, and false for trials that exceeded their limit.  If all trials
+    with a limit trained, or if all exceeded it, the table is empty.
     """
     keys = [
         "id",
@@ -116,9 +118,8 @@ def under_limits(derived: Derived) -> pd.DataFrame:
 def largest(group: pd.DataFrame) -> tuple[float, float]:
     """Return two sizes in millions of parameters: of the largest model that trained, and of the smallest that did not.
 
-    ``group`` are rows of :func:`under_limits`.
-
-    The first size is 0 if no model trained; the second size is NaN if all models trained.
+    ``group`` are rows of :func:`under_limits`.  The first size is 0 if no model trained; the second size is NaN if all
+    models trained.
     """
     trained, millions = group["trained"].astype(bool), group["parameters"] / 1e6
     return millions[trained].max() if trained.any() else 0.0, millions[~trained].min()

@@ -1,4 +1,4 @@
-"""Texts on what limits the numbers of a page: marks with footnotes, warnings, and notes on emulated links."""
+"""Writes texts that say how far a page's numbers can be trusted: footnotes, warnings, and notes on emulated links."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoin
 
 
 def share(value: float) -> str:
-    """Format the ratio of a lower bound to a measured time with two decimals.
+    """Format the ratio of a lower bound on a step's time to the measured time, with two decimals.
 
-    The mark § follows a ratio above 1.  NaN gives an en dash.
+    The mark §, which refers to a footnote, follows a ratio above 1.  NaN gives an en dash.
     """
     if pd.isna(value):
         return NOTHING
@@ -62,24 +62,27 @@ def share(value: float) -> str:
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """Return the mark `` †`` if the link was faster for some configurations of a setting than for others.
+    """Return the mark `` †`` if the configurations in ``rows`` were measured over links of different speeds.
 
-    Column ``rates_differ`` of ``rows`` is true in the rows of such a setting.  The mark is returned if the column is
-    true in any row.  The text is empty if it is true in no row, or if ``rows`` lacks this column.
+    Configurations of one setting (cluster, model, batch and so on) should have equally fast links.  Column
+    ``rates_differ`` is true in the rows of a setting whose link was faster for some configurations than for others.
+    The mark is returned if the column is true in any row.  The text is empty if the column is true in no row, or if
+    ``rows`` lacks this column.
     """
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
 def footnotes(cells: Iterable[str]) -> str:
-    """Return the footnotes for the marks that occur in these cells; a space precedes each footnote."""
+    """Return the footnotes for the marks, such as †, that occur in the texts ``cells``, each after a space."""
     text = "".join(f"{cell} " for cell in cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Return a footnote that counts the trials whose computation was not measured separately; empty if there are none.
+    """Return a footnote that counts the trials whose computation was not measured by itself; empty if there are none.
 
-    The footnote begins with a space.  Trials whose ranks are threads are not counted, since their steps are not timed.
+    Computation by itself is the time that the model takes if no messages are sent.  Trials whose ranks are threads are
+    not counted, since their steps are not timed.  The footnote begins with a space.
     """
     timed = derived.trials[~derived.trials["id"].isin(derived.frames.untimed)]
     unmeasured = int((~timed["alone"].eq(other=True)).sum())
@@ -95,8 +98,8 @@ def alone_in_words(derived: Derived) -> str:
 def modelled_in_words(derived: Derived) -> str:
     """Return a footnote that counts the trials whose link was modelled; empty if there are none.
 
-    A modelled link delays each message in the process by the time that its bytes would take; no network is limited.
-    The footnote begins with a space.
+    With a modelled link, the sending process delays each message by the time that the message's bytes would take on a
+    link of the requested rate; no network is limited.  The footnote begins with a space.
     """
     trials = derived.finished
     paced = int(trials["modelled"].sum())
@@ -109,9 +112,9 @@ def modelled_in_words(derived: Derived) -> str:
 
 
 def untimed_in_words(derived: Derived) -> str:
-    """Return a warning that counts the trials whose ranks were threads; empty if there are none.
+    """Return a warning that counts the trials whose ranks were threads of one process; empty if there are none.
 
-    Threads take turns, so such trials are not timed.
+    Such threads take turns, so that the time of a step means nothing and is not measured.
     """
     trials = derived.finished
     untimed = int(trials["id"].isin(derived.frames.untimed).sum())
@@ -246,7 +249,8 @@ def warnings(derived: Derived) -> list[str]:
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
     """Return text that says how links emulate a network; empty if all links are real networks.
 
-    ``kinds`` are the kinds of the links, and ``latencies_ms`` the latencies that they add in one direction, in ms.
+    ``kinds`` are the kinds of the links, such as ``paced``.  ``latencies_ms`` are the latencies that the links add in
+    one direction, in ms; None counts as 0.
     """
     kinds = set(kinds)
     nodes, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
@@ -265,7 +269,7 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
 
 
 def emulated_by_trials(frames: Frames) -> str:
-    """Return the text of :func:`emulated` for the finished trials on several nodes.
+    """Return text that says how the links of the finished trials emulate a network (:func:`emulated`).
 
     Trials on one node are ignored, since they have no link.
     """
@@ -276,10 +280,10 @@ def emulated_by_trials(frames: Frames) -> str:
 
 
 def emulated_by_benches(benches: Iterable[Bench]) -> str:
-    """Return the text of :func:`emulated` for the benchmarks on several nodes.
+    """Return text that says how the links of the benchmarks emulate a network (:func:`emulated`).
 
-    A benchmark with a rate ran over a link of this rate between network namespaces.  A benchmark without a rate ran
-    over a link that nothing limited.
+    Measurements on one node are ignored, since they use no link.  A measurement with a rate ran over a link of this
+    rate between network namespaces.  A measurement without a rate ran over a link that nothing limited.
     """
     places = {sample.place for bench in benches for sample in bench.samples}
     rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]

@@ -1,7 +1,7 @@
 """Names configurations (strategies with changes to their policies) as pages print them, and finds the baseline.
 
-A change is left out of the names if it concerns only the execution (types, prefetch, gather, ...) and if all policies
-of a results folder have it.
+The names leave out a change that all policies of a results folder share, if the change concerns only the execution
+(types, prefetch, gather and so on).
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ ROLES: Final = ("baseline", "contrast")
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Return, for each row, whether it belongs to a baseline.
+    """Return, for each row of ``table``, whether it belongs to a baseline.
 
-    There are two cases:
+    Column ``role`` is ``baseline`` or ``contrast`` if the suite names its baseline, and else empty.  There are two
+    cases:
 
-    * The suite names its baseline, so that rows have roles.  The rows with the role ``baseline`` belong to it.  If no
-      trial of the baseline finished, there are no such rows, and no other configuration takes its place.
-    * The suite names no baseline, so that no row has a role.  The baseline is ZeRO-3 without changes.  If the table has
-      no row of ZeRO-3 without changes, the baseline is the configuration that the suite lists first.
+    * The suite names its baseline.  The rows with the role ``baseline`` belong to it.  If no trial of the baseline
+      finished, there are no such rows, and no other configuration takes its place.
+    * The suite names no baseline.  The baseline is ZeRO-3 without changes.  If the table has no row of ZeRO-3 without
+      changes, the baseline is the configuration that the suite lists first.
     """
     if table["role"].isin(ROLES).any():
         return table["role"].eq("baseline")
@@ -120,14 +121,15 @@ def with_baseline(
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
-    """Return, for each row, whether its configuration is the preset ``strategy`` without changes."""
+    """Return, for each row, whether its configuration is the unchanged policy ``strategy``, such as ``zeropp``."""
     return table["strategy"].eq(strategy) & table["configuration"].eq(NAMES[strategy])
 
 
 def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
     """Return the fields of a policy that pages print, as texts by their labels: ``{"weights": "int8:2048", ...}``.
 
-    The dict is empty if ``policy`` is None.
+    Two of these fields, the size of a group and of hpZ's groups, are printed as numbers of ranks, which follow from
+    ``topology``.  The dict is empty if ``policy`` is None.
     """
     if policy is None:
         return {}
@@ -142,7 +144,7 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
 def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
     """Return the fields in which a trial's policy differs from the policy ``base``, with the trial's values as texts.
 
-    By default ``base`` is the preset of the trial's strategy.
+    By default ``base`` is the policy that the trial's strategy has without changes.
     """
     usual = fields_of(base or trial.base_policy(), trial.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
@@ -153,7 +155,7 @@ def differences_of(trial: Trial, base: Trial) -> str:
     """Return text that lists the fields in which two trials' policies differ: ``weights int8:2048, hpZ 2``.
 
     The values are those of ``trial``.  If ``trial`` has a control, a fault made on purpose, the control's name follows.
-    Libraries such as DDP have no policy, so no field is listed if a library trains either trial.
+    Libraries such as DDP have no policy, so no field is listed if a library trains one of the two trials.
     """
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
@@ -174,12 +176,13 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes that all policies share, which names of configurations therefore need not mention.
+    """Return the changes that all policies have in common, so that the names of configurations need not mention them.
 
-    A change is shared if all policies have the same value of a field, and this value is not that of their presets.
-    Only fields that concern the execution are considered, such as types and prefetch, and no classes of a user's own.
-    Keys are labels of fields, and values are texts: ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have
-    no policy, are ignored.
+    A field of a policy is such a change if all ``trials`` have the same value of the field, and this value differs from
+    the value that their strategies have without changes.  Only fields that concern the execution are considered, such
+    as types and prefetch.  A field that names a class of the user's own is never such a change.  Keys are labels of
+    fields, and values are texts: ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have no policy, are
+    ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
@@ -194,10 +197,10 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the name of each trial's configuration, by id of the trial.
+    """Return the printed name of each trial's configuration, by id of the trial.
 
-    ``shared`` are the changes that names leave out (:func:`shared_changes`).  ``also`` names fields of a trial outside
-    of its policy, such as clipping.  If the trials differ in such a field, all names contain its value.
+    ``shared`` are the changes that names leave out (:func:`shared_changes`).  ``also`` names fields of a trial, such as
+    clipping, that are not part of its policy.  If the trials differ in such a field, all names contain its value.
     """
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
@@ -211,14 +214,17 @@ def labels_of(
 
 
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
-    """Return the name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
+    """Return the printed name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
 
     The parentheses list, in this order:
 
-    * the changes of the policy from its preset, except those in ``shared``;
+    * the policy's changes from the strategy without changes, except the changes in ``shared`` (:func:`shared_changes`);
     * the settings of a library such as DDP;
     * the fields in ``also``, each with its value; ``also`` maps the path of a field of the trial to the value;
     * the name of the control, if the trial has one: a fault made on purpose.
+
+    If a DeepSpeed configuration determines the policy, the first item is instead the stage and the changes from a
+    DeepSpeed configuration that sets nothing but the stage.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (
@@ -238,18 +244,24 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
 
 
 def has_own_method(trial: Trial) -> bool:
-    """Return whether a class of a user's own, in ``policy.reduce`` or ``policy.gather``, moves a trial's messages."""
+    """Return whether a class of the user's own reduces a trial's gradients or gathers its weights.
+
+    The trial's policy names such a class in ``policy.reduce`` or ``policy.gather``.
+    """
     values = fields_of(trial.resolved_policy(), trial.topology())
     return any(_MODULE.match(values.get(name, "")) for name in _OWN)
 
 
 def name_of(strategy: str) -> str:
-    """Return the printed name of a strategy; for a user's own strategy, the name of its class."""
+    """Return the printed name of a strategy; for a strategy that is a user's class, the name of this class."""
     return NAMES.get(strategy) or strategy.rpartition(":")[2]
 
 
 def field_text(field: str, value: str) -> str:
-    """Return a field of a policy and its value as short text: ``g int4:64``, ``groups of 2``, ``max reuse 1e9``."""
+    """Return a field of a policy and its value as short text, as it stands in the name of a configuration.
+
+    For example, ``g int4:64`` for field ``gradients``, ``groups of 2`` for ``group``, or ``max reuse 1e9``.
+    """
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     if field == "schedule" and value != "none":
@@ -258,16 +270,17 @@ def field_text(field: str, value: str) -> str:
 
 
 def _short(field: str, value: str) -> str:
-    """Return the value of a field as names print it.
+    """Return the value of a policy's field as the name of a configuration prints it.
 
-    The name of a user's class, in field ``reduce`` or ``gather``, loses its module.  Large round integers are written
-    as ``1e9`` (:func:`report.data.text.short_integer`).  Other values stay unchanged.
+    If field ``reduce`` or ``gather`` names a user's class as ``module:Class``, the module is left out.  In other
+    fields, large round integers are written as ``1e9`` (:func:`report.data.text.short_integer`).  All other values stay
+    unchanged.
     """
     return _MODULE.sub("", value) if field in _OWN else short_integer(value)
 
 
 def spelled(name: str) -> str:
-    """Return a configuration's name for a sentence, in which ``w`` and ``g`` are written as weights and gradients.
+    """Return a configuration's name for a sentence: the short ``w`` and ``g`` become ``weights`` and ``gradients``.
 
     For example, ``ZeRO++ (w int8:64)`` becomes ``ZeRO++ (weights int8:64)``.
     """
@@ -275,7 +288,7 @@ def spelled(name: str) -> str:
 
 
 def short_names_in_words(names: Iterable[str]) -> str:
-    """Return caption text that explains ``w`` and ``g``; empty if they occur in none of the ``names``.
+    """Return caption text that explains the short ``w`` and ``g``; empty if they occur in none of the ``names``.
 
     The text begins with a space: `` In names w is the codec of weights and g is the codec of gradients.``
     """

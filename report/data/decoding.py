@@ -17,18 +17,18 @@ PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran un
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """Return one row for each timed generation, which is one step of workload ``generate``.
+    """Return one row for each timed generation.  A generation is one step of workload ``generate``: it decodes tokens.
 
     The table has the columns of ``frames.finished``, and among others these:
 
     * ``seconds``: the slowest rank's seconds of each token, added up over the tokens;
     * ``later_seconds``: the same sum without the first token;
     * ``exposed``: the share of ``seconds`` in which the slowest rank waited for messages;
-    * ``first_bytes`` and ``later_bytes``: the bytes that all ranks sent between nodes for the first token, and for
-      each later token; NaN without a ledger;
+    * ``first_bytes`` and ``later_bytes``: the bytes that all ranks sent between nodes for the first token, and for each
+      later token; NaN if the ranks did not count them (have no ledger);
     * ``tokens_per_second`` and ``later_tokens_per_second``: the tokens per second of a rank, with the first token and
       without it;
-    * ``baseline``: the id of the baseline's trial of the same setting, sweep, seed and repeat;
+    * ``baseline``: the id of the baseline's trial of the same setting, sweep, seed and repeat; NaN if there is none;
     * ``speedup``: tokens per second over the tokens per second of the same generation in the baseline's trial.
     """
     timed = best_step.timed(frames.tokens).astype({"inter_bytes": float, "exposed": float})
@@ -61,10 +61,11 @@ def generations(frames: Frames) -> pd.DataFrame:
 def speedup(group: pd.DataFrame) -> Interval:
     """Return the ratio of a configuration's tokens per second to its baseline's, with the interval.
 
-    ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
-    geometric mean over its generations.  The ratio is the geometric mean over pairs, each of a trial and the baseline's
-    trial under the same conditions.  A pair is disturbed if other programs or the hypervisor took much processor time
-    during one of its trials.  Disturbed pairs are left out; if all pairs are disturbed, all are kept.
+    ``group`` are rows of :func:`generations` of one configuration in one setting (cluster, model, batch and so on).  A
+    pair is a trial of the configuration and the baseline's trial under the same conditions.  A trial's tokens per
+    second are the geometric mean over its generations, and the result is the geometric mean of the ratio over pairs.  A
+    pair is disturbed if other programs or the hypervisor took much processor time during one of its trials.  Disturbed
+    pairs are left out; if all pairs are disturbed, all are kept.
     The ratio is NaN if no row has a baseline.
     """
     paired = group.dropna(subset=["baseline"])
@@ -85,9 +86,10 @@ def speedup(group: pd.DataFrame) -> Interval:
 def speed(group: pd.DataFrame) -> Interval:
     """Return the tokens per second of a rank, with the interval.
 
-    ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
-    geometric mean over its generations.  The value is the geometric mean over trials.  Disturbed trials, during which
-    other programs or the hypervisor took much processor time, are left out; if all trials are disturbed, all are kept.
+    ``group`` are rows of :func:`generations` of one configuration in one setting (cluster, model, batch and so on).  A
+    trial's tokens per second are the geometric mean over its generations, and the result is the geometric mean over
+    trials.  Disturbed trials, during which other programs or the hypervisor took much processor time, are left out; if
+    all trials are disturbed, all are kept.
     """
     kept = undisturbed(group)
     by_trial = kept.groupby("id", sort=False)

@@ -1,4 +1,4 @@
-"""Loads the records of a results folder into tidy tables of raw values."""
+"""Loads the records of a results folder (one JSON file per trial) into tidy tables of raw values."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ class Frames:
     * ``taken_share``: the share of these CPUs' time that other programs (``others_share``) and the hypervisor
       (``steal_share``) took;
     * ``disturbed``: whether ``taken_share`` is more than :data:`~harness.records.trial_record.OTHERS_WITHIN`;
-    * ``beside``: the name of the baseline with which the configuration is compared, if its setting has several
-      baselines; else empty;
+    * ``beside``: the name of the baseline with which the configuration is compared, if its setting (cluster, model,
+      batch and so on) has several baselines; else empty;
     * ``occasion``: the number of the occasion at which the trial ran.  Sweeps that ran close together on one machine
       belong to the same occasion (:func:`occasions`);
-    * ``place`` and ``first``: numbers by which tables order configurations, first by ``place``, then by ``first``.
+    * ``place`` and ``first``: two numbers by which tables order configurations.  ``place`` orders strategies, and
+      ``first`` the configurations of one strategy.
 
     Args:
         records: The records, at least one.
@@ -170,7 +171,10 @@ class Frames:
         self.facts = _facts_frame(records)  # a row per pool and distinct value
 
     def _without_seconds(self, table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-        """Return ``table`` with NaN in ``columns`` for trials whose ranks are threads, because threads take turns."""
+        """Return ``table`` with NaN in ``columns`` for trials whose ranks are threads.
+
+        Such threads take turns, so that their seconds mean nothing.
+        """
         untimed = table["id"].isin(self.untimed)
         return (
             table.assign(**{name: table[name].where(~untimed) for name in columns})
@@ -179,9 +183,10 @@ class Frames:
         )
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
-        """Return the name, padded size and sharding of each unit (group of parameters) of a trial.
+        """Return the name, padded size and sharding of each unit (parameters that are sent together) of a trial.
 
-        A :class:`UnitGeometry` also has a list of the unit's parameters; here this list is empty.
+        ``identity`` is the trial's id.  A :class:`UnitGeometry` also has a list of the unit's parameters; here this
+        list is empty.
         """
         topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
@@ -203,8 +208,8 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
     * The machine was not rebooted between them (``machine.boot`` is equal).
     * The second sweep began at most :data:`OCCASION_APART` after the end of the first.
 
-    Sweeps of one occasion share the state of the machine and the load from its host, so they are not independent
-    samples.
+    Sweeps of one occasion share the state of the machine.  If the machine is virtual, they also share the load of its
+    host.  So these sweeps are not independent samples.
     Older records lack ``machine.boot``.  For them, machines with equal hardware and kernel count as one machine that
     was never rebooted.
     """
@@ -226,7 +231,7 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
 
 
 def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
-    """Return the time at which a trial started or finished, by ``field``; a time without a zone counts as UTC.
+    """Return the time at which a trial started or finished, as ``field`` says; a time without a zone counts as UTC.
 
     Raises a ReportError if the record holds no valid time.
     """
@@ -280,8 +285,8 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
     """Return the trials in the order in which tables list them: by size, rate and setting, then by configuration.
 
-    The new column ``first`` orders the configurations of one strategy.  It is equal in all rows of a configuration:
-    the smallest ``order``, which is the number of a trial in its suite, of the configuration's trials.
+    The new column ``first`` is the smallest ``order`` of any trial of the row's configuration, where ``order`` is the
+    number of a trial in its suite.  Configurations of one strategy are listed in the order of ``first``.
     """
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("configuration")["order"].transform("min")
@@ -292,7 +297,9 @@ def _listed(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_fields: str) -> pd.DataFrame:
-    """Return a table with one row for each entry of a list that the records hold.
+    """Return a table of the entries of one list that every record holds, or that every rank of a record holds.
+
+    For example, the steps of each rank.  Each entry has a row.
 
     Args:
         records: The records.
@@ -327,8 +334,9 @@ def _trial(record: Record) -> Trial:
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
     """Return the fields of training, such as clipping, in which compared configurations differ from the baseline.
 
-    A field is returned if a trial with the role ``contrast`` has a value of this field that no trial with the role
-    ``baseline`` has.  Without trials in the role ``baseline``, no field is returned.
+    A record's role is ``baseline``, ``contrast`` (compared with the baseline) or empty, and ``trials`` has the trial of
+    each record, by id.  A field is returned if a trial with the role ``contrast`` has a value of this field that no
+    trial with the role ``baseline`` has.  Without trials in the role ``baseline``, no field is returned.
     """
     by_role = {
         role: [trials[record.id] for record in records if record.role == role]
@@ -340,10 +348,11 @@ def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tu
 def _beside(
     records: Sequence[Record], rows: Mapping[str, Mapping[str, Any]], trials: Mapping[str, Trial]
 ) -> dict[tuple[str, str], str]:
-    """Return, by (setting, configuration), the name of the baseline with which the configuration is compared.
+    """Return the name of the baseline with which each configuration is compared, by (setting, configuration).
 
-    Only settings with several baselines have keys.  A configuration is compared with the baseline from which it differs
-    in the fewest fields, and a baseline with itself.
+    Only settings (cluster, model, batch and so on) with several baselines have keys.  A configuration is compared with
+    the baseline from which it differs in the fewest fields, and a baseline with itself.  ``rows`` has the setting and
+    the configuration of each record, and ``trials`` its trial, by the record's id.
     """
     bases = defaultdict[str, dict[str, Trial]](dict)
     for record in records:
@@ -363,14 +372,16 @@ def _beside(
 def _settings(
     rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial], also: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """Return, by id of each trial, a dict that identifies the trial's setting.
+    """Return, by id of each trial, a dict that identifies the trial's setting: cluster, model, batch and so on.
 
-    A setting consists of all fields of a trial except :data:`_NOT_OF_A_SETTING` and the fields ``also``, which belong
-    to the configuration.  The dict's keys are:
+    The fields of a trial belong either to its setting or to its configuration, apart from a few such as the seed.
+    These fields are not part of a setting: the fields :data:`_NOT_OF_A_SETTING`, and the fields ``also``, in which
+    compared configurations differ (:func:`_compared_also`).  ``rows`` has facts on each trial by id, such as its
+    model's size.  The dict's keys are:
 
-    * ``setting``: a hash of the fields, 12 hexadecimal digits;
+    * ``setting``: a hash of the setting's fields, 12 hexadecimal digits;
     * ``where``: a description of the setting;
-    * ``elsewhere``: the same description without the rate;
+    * ``elsewhere``: the same description without the rate of the link;
     * ``shape``: the name of the model, followed by the name of the optimizer if trials have several optimizers.
     """
     apart = (*_NOT_OF_A_SETTING, *also)
@@ -420,6 +431,11 @@ def _model_sizes(
 
     * The models differ in two or more arguments and in nothing else.
     * The numbers of parameters of all models are known and different.
+
+    Args:
+        rows: Facts on each trial, among them ``parameters``, by id.
+        fields: The fields of each trial's setting (cluster, model, batch and so on), by id.
+        varying: The paths of the fields in which settings differ.
     """
     of_model = [key for key in varying if key.startswith("model.")]
     if len(of_model) < 2 or not all(key.startswith(_GEOMETRY) for key in of_model):
@@ -439,8 +455,9 @@ def _model_sizes(
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     """Return text for one field of a setting: ``lr 0.02``, or ``adamw lr 0.001`` if two fields are called ``lr``.
 
-    If the setting does not have the field, the text is empty, with two exceptions: without ``cluster.inner_rate`` it is
-    ``no limit inside nodes``, and without ``cluster.slow`` it is ``equal nodes``.
+    A setting is what a trial runs in: cluster, model, batch and so on.  If the setting does not have the field, the
+    text is empty, with two exceptions: without ``cluster.inner_rate`` it is ``no limit inside nodes``, and without
+    ``cluster.slow`` it is ``equal nodes``.
 
     Args:
         key: The path of the field.
@@ -522,10 +539,11 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Return whether the bytes that the ledger counted equal the predicted bytes; None if this is not known.
+    """Return whether the bytes that a trial sent equal the predicted bytes; None if this is not known.
 
-    :func:`harness.records.record_checks.ledger_mismatch` compares the two for all messages that have a prediction.  It
-    also checks the record's own statement on whether they are equal.
+    The ranks count the bytes of their messages while sending (their ledgers).  For all messages that have a prediction,
+    :func:`harness.records.record_checks.ledger_mismatch` compares these counts with the prediction.  It also checks the
+    record's own statement on whether the two are equal.
 
     * False: the function finds a difference, or the record's statement is wrong.
     * True: the function finds nothing, and all messages have a prediction.
@@ -539,7 +557,7 @@ def _as_predicted(record: Record) -> bool | None:
 
 
 def _method(record: Record) -> dict[str, Any]:
-    """Return the columns that describe a user's own classes for reducing gradients and gathering weights.
+    """Return the columns that describe a user's own classes: one that reduces gradients, and one that gathers weights.
 
     * ``method`` and ``gather_method``: the name of the class that reduces, and of the class that gathers; empty if the
       trial has no such class.
@@ -614,10 +632,11 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``Frames.bytes``: the bytes that each rank sent, as its ledger counted them or as predicted.
+    """Yield the rows of ``Frames.bytes``: the bytes that each rank sent, as the rank counted or as they were predicted.
 
-    Column ``source`` is ``ledger`` or ``predicted``.  A row sums up the messages of one rank that have equal phase,
-    purpose, unit, hop and link.  For a record in which any message lacks a prediction, no predicted rows are yielded.
+    Column ``source`` is ``ledger`` (the rank's own count) or ``predicted``.  A row sums up the messages of one rank
+    that have equal phase, purpose, unit (parameters that are sent together), hop (exchange of a collective) and link.
+    For a record in which any message lacks a prediction, no predicted rows are yielded.
     A row's bytes of padding are its bytes times the share of padding in the row's unit.
     """
     for record in records:
@@ -663,8 +682,9 @@ def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Return the measured rates of links in Mbit/s, one row per measurement.
 
-    A link is calibrated once in a sweep, and the calibrated rates are in the records of all trials that used the link.
-    The table lists each of these rates once, with the id of the first record that holds it.
+    Before a sweep (a run of all trials of a suite) the link is calibrated once.  The calibrated rates are then in the
+    records of all trials that used the link.  The table lists each of these rates once, with the id of the first record
+    that holds it.
     """
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)

@@ -45,9 +45,11 @@ def trials(frames: Frames) -> pd.DataFrame:
     * ``egress_bytes``: bytes that the busiest node sends to other nodes;
     * ``m_bytes``: M times the number of micro-batches of a step, where M are the bytes that one all-gather of the whole
       model in 16 bits sends between nodes;
-    * ``tflops``: model TFLOP/s of a rank; NaN unless the model is a preset and the workload is ``train``;
+    * ``tflops``: model TFLOP/s of a rank; NaN if the model's FLOPs are not known or the workload is not ``train``;
     * ``first_loss``: mean loss of the first step;
     * ``validation_step``: number of training steps before the last validation.
+
+    ``m_bytes`` and ``first_loss`` are NaN if the workload is not ``train``; ``m_bytes`` is also NaN on a single node.
     """
     table = frames.finished[frames.finished["workload"] != "generate"]
     for columns in (_times(frames), _traffic(frames), _losses(frames)):
@@ -80,7 +82,8 @@ def trials(frames: Frames) -> pd.DataFrame:
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
     """Return the model TFLOP/s of one rank, if a step on ``ranks`` ranks takes ``seconds``.
 
-    Returns NaN if the model is not a preset, or if the workload is not ``train``.
+    Returns NaN if the workload is not ``train``, or if the FLOPs of the model are not known.  They are known for the
+    models that the harness names (``PRESETS``), with the preset's own arguments or with others.
     """
     model = trial.model
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
@@ -118,9 +121,10 @@ def _times(frames: Frames) -> pd.DataFrame:
 def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
     """Return the ``total`` and ``exposed`` seconds of a typical step of each trial, by id of the trial.
 
-    Both are medians over the timed steps in ``steps``.  If the trial has a schedule, its policy changes from phase to
-    phase of training, and a median over all steps would describe only one phase.  In this case a median is computed for
-    each phase, and the value is the mean of these medians, weighted by the phases' numbers of steps.
+    ``exposed`` are the seconds in which the rank waited for messages.  Both numbers are medians over the timed steps in
+    ``steps``.  If the trial has a schedule, its policy changes from phase to phase of training, and a median over all
+    steps would describe only one phase.  In this case a median is computed for each phase, and the value is the mean of
+    these medians, weighted by the phases' numbers of steps.
     """
     names = ["total", "exposed"]
     medians = steps.groupby("id")[names].median()
@@ -135,21 +139,22 @@ def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
-    """Return the number of timed steps of each trial, by id of the trial; steps of decoding are not counted."""
+    """Return the number of timed training steps of each trial, by the trial's id; steps that decode do not count."""
     return best_step.timed(frames.steps).groupby("id")["index"].nunique()
 
 
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Return the bytes that each trial sends between nodes in a step, one row per trial.
 
-    The columns are:
+    The ranks count the bytes of their messages while sending (their ledgers); network interfaces count, too.  The
+    columns are:
 
-    * ``sent_bytes``: bytes of all ranks, as the ranks' ledgers counted them when sending;
+    * ``sent_bytes``: bytes of all ranks, by the ledgers;
     * ``segment_bytes``: ``sent_bytes`` plus the headers that the packets of a real network would add;
     * ``predicted_bytes``: bytes that were predicted for all ranks;
     * ``interface_bytes``: bytes that the network interfaces of all nodes counted;
     * ``header_bytes``: bytes of headers in ``interface_bytes``;
-    * ``egress_bytes``: bytes of the busiest node, from the ledgers or, without ledgers, from the interfaces.
+    * ``egress_bytes``: bytes of the busiest node, by the ledgers or, without ledgers, by the interfaces.
 
     A value is NaN if the record lacks the ledgers, predictions or counters from which it is computed.
     """
@@ -196,8 +201,9 @@ def _losses(frames: Frames) -> pd.DataFrame:
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
     """Return the ids of the trials from which ``row``, a row of a table's data, was computed.
 
-    If the row has a column ``records``, this column lists the ids.  Otherwise they are the ids of all trials of the
-    row's configuration and setting.  The list is empty for rows that are not about trials, such as published numbers.
+    If the row has a column ``records``, this column lists the ids.  Otherwise they are the ids of all finished trials
+    of the row's configuration and setting.  The list is empty for rows that are not about trials, such as published
+    numbers.
     """
     if isinstance(ids := row.get("records"), str):
         return ids.split()
@@ -207,9 +213,9 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 
 
 def split(frames: Frames) -> pd.DataFrame:
-    """Return the mean seconds of each part of a step, one row per trial and part.
+    """Return the mean seconds of each part of a step (forward, backward and so on), one row per trial and part.
 
-    The mean is over the timed steps, and for each step the seconds are those of its slowest rank.  The parts add up to
+    For each timed step, the seconds are those of its slowest rank; the mean is over these steps.  The parts add up to
     the step.  For libraries such as DDP, the time in which ranks wait for messages is not measured, so the parts
     ``forward`` and ``backward`` contain this time.
     """
@@ -229,7 +235,7 @@ def split(frames: Frames) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class StepSource:
-    """Where the seconds of a step come from if not from a suite's own records.
+    """A source of step times other than a suite's own records, from which net speed-ups can be computed.
 
     The source is either another suite's records (``derived``), or a machine file, which predicts steps (``machine``).
     """
@@ -243,9 +249,9 @@ class StepSource:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that functions of it can be cached
 class Derived:
-    """The tables of raw values, and the tables that are computed from them for figures and tables of a page.
+    """Holds the raw values of a suite's records as tables, and the tables that figures and tables of a page need.
 
-    Each computed table is computed once, when it is first used.
+    The latter are computed from the raw values; each is computed once, when it is first used.
     """
 
     frames: Frames
@@ -257,8 +263,8 @@ class Derived:
     def trials(self) -> pd.DataFrame:
         """The metrics of :func:`trials`, one row per trial that trained, and a column ``rates_differ``.
 
-        ``rates_differ`` says whether the link achieved different rates for different configurations of the trial's
-        setting (:attr:`differing`).
+        ``rates_differ`` says whether the link was faster for some configurations of the trial's setting (cluster,
+        model, batch and so on) than for others (:attr:`differing`).
         """
         table = trials(self.frames)
         return table.assign(rates_differ=table["setting"].isin(list(self.differing)))
@@ -267,8 +273,9 @@ class Derived:
     def differing(self) -> dict[str, float]:
         """The spread of the link's rate in each setting whose link was faster for some configurations than for others.
 
-        Keys are hashes of settings.  A spread of 0.2 means that the highest of the configurations' median rates is
-        20 % above the lowest.  Settings whose rates agree are left out (:func:`report.data.speedups.rates_differ`).
+        Keys are hashes of settings (cluster, model, batch and so on).  A spread of 0.2 means that the highest of the
+        configurations' median rates is 20 % above the lowest.  Settings whose rates agree are left out
+        (:func:`report.data.speedups.rates_differ`).
         """
         return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
 
@@ -296,8 +303,11 @@ class Derived:
     def sent_errors(self) -> pd.DataFrame:
         """Errors of sent gradients and weights, over all units: one row per trial, step, purpose, hop and ``repeated``.
 
+        Units are the sets of parameters that are sent together.
+
         * ``purpose``: ``gradients``, ``weights`` or, for weights that are gathered from hpZ's copy, ``secondary``;
-        * ``hop``: the number of the hop that causes the error; NaN in the row with the error from end to end;
+        * ``hop``: the number of the hop (exchange of a reduction) that causes the error; NaN in the row with the error
+          from end to end, over all hops together;
         * ``repeated``: usually 1; 8 if the mean of 8 repeated reductions was compared with the exact mean;
         * ``vnmse``: the sum of squared errors, divided by the sum of squared values.
         """
@@ -318,7 +328,8 @@ class Derived:
 
     @cached_property
     def ids_by_place(self) -> dict[tuple[str, str], list[str]]:
-        """The sorted ids of the finished trials of each configuration in each setting.
+        """The sorted ids of the finished trials of each configuration in each setting (cluster, model, batch and so
+        on).
 
         Keys are (configuration, description of the setting).
         """

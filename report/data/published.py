@@ -29,10 +29,11 @@ def throughput() -> pd.DataFrame:
 
 
 def parity() -> pd.DataFrame:
-    """Return the published numbers on bandwidth parity, one row per model.
+    """Return the numbers that the ZeRO++ blog published on bandwidth parity, one row per model.
 
-    ``zeropp`` is the TFLOP/s per GPU of ZeRO++ at a quarter of the bandwidth (``low_gbps``).  ``zero3`` is the TFLOP/s
-    per GPU of ZeRO-3 at the full bandwidth (``high_gbps``).  ``parity`` is ``zeropp`` over ``zero3``.
+    They show whether ZeRO++ at a quarter of the bandwidth is as fast as ZeRO-3 at the full bandwidth.  ``zeropp`` is
+    the TFLOP/s per GPU of ZeRO++ at ``low_gbps``, a quarter of the bandwidth.  ``zero3`` is the TFLOP/s per GPU of
+    ZeRO-3 at ``high_gbps``, the full bandwidth.  ``parity`` is ``zeropp`` over ``zero3``.
     """
     rows = throughput()
     rows = rows[rows["source"].str.contains("bandwidth parity")]
@@ -44,11 +45,11 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Return the bytes between nodes in a step by the rule of the ZeRO++ blog, one row per preset.
+    """Return the bytes between nodes in a step by the rule of the ZeRO++ blog, one row per named policy.
 
     The rule adds up the bytes of three collectives: the all-gathers of the forward and of the backward pass, and the
     reduce-scatter of gradients.  The bytes are in units of M, the bytes of all weights in 16 bits.  Column
-    ``published`` is "yes" if the blog prints the numbers of the preset, and "no" if they only follow from the rule.
+    ``published`` is "yes" if the blog prints the numbers of the policy, and "no" if they only follow from the rule.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
@@ -56,9 +57,9 @@ def volume() -> pd.DataFrame:
 def total(strategy: str, configuration: str) -> float:
     """Return the bytes between nodes in a step of a strategy, by the rule of the ZeRO++ blog (:func:`volume`).
 
-    The result is in units of M, where M are the bytes of all weights in 16 bits.  It is NaN for strategies that the
-    rule does not mention, and if ``configuration``, the printed name, shows changes to the strategy, as in
-    ``ZeRO++ (g int8:256)``.
+    The result is in units of M, where M are the bytes of all weights in 16 bits.  It is NaN if the rule does not
+    mention the strategy.  It is also NaN if ``configuration``, the printed name, shows changes to the strategy, as
+    ``ZeRO++ (g int8:256)`` does.
     """
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
@@ -80,10 +81,10 @@ def rows_below(
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
     """Yield the published throughputs that a table prints below its ``measured`` rows; nothing without measured rows.
 
-    Each row of :func:`rlhf` with these ``phases`` gives two rows of the table, one for ZeRO-3 and one for ZeRO++.  For
-    each of them, a tuple (cells, row, strategy) is yielded:
+    Each row of :func:`rlhf` with these ``phases`` gives two rows of the table, one for ZeRO-3 and one for ZeRO++.  A
+    tuple (cells, row, strategy) is yielded for each of the two rows:
 
-    * ``cells``: the cells that are the same in all tables, such as configuration and speed-up;
+    * ``cells``: the first cells of the row, such as its name and its speed-up, which are the same in every table;
     * ``row``: the row of :func:`rlhf`;
     * ``strategy``: the column of ``row`` that has the throughput, ``zero3`` or ``zeropp``.
     """

@@ -29,8 +29,9 @@ PAIR: Final = ("setting", "sweep", "seed", "repeat")  # trials that ran under th
 def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     """Return each trial together with the baseline's trial of the same setting, sweep, seed and repeat.
 
-    ``is_base`` says which rows of ``table`` belong to the baseline.  Trials for which the baseline has no such trial
-    are left out.  A row has the columns of ``table`` (:func:`report.data.metrics.trials`) and these:
+    A setting is the cluster, model, batch and so on; a sweep is one run of all trials of a suite.  ``is_base`` says
+    which rows of ``table`` belong to the baseline.  Trials for which the baseline has no such trial are left out.  A
+    row has the columns of ``table`` (:func:`report.data.metrics.trials`) and these:
 
     * ``baseline``: the id of the baseline's trial;
     * ``baseline_configuration``, ``baseline_seconds`` and so on: the configuration, the step time and other values of
@@ -38,10 +39,11 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     * ``speedup``: the baseline's step time over the trial's step time;
     * ``allowed``: the largest speed-up that the trial could have.  This is the baseline's step time over the trial's
       best possible step, a lower bound on the trial's step time;
-    * ``bytes_ratio``: the trial's bytes between nodes over the baseline's bytes, as the ledgers count them;
-    * ``interface_ratio``: the same ratio, as the nodes' interfaces count the bytes;
-    * ``disturbed``: whether the trial or the baseline's trial was disturbed;
-    * ``own_disturbed``: whether the trial was disturbed.
+    * ``bytes_ratio``: the trial's bytes between nodes over the baseline's bytes, as the ranks counted them when
+      sending;
+    * ``interface_ratio``: the same ratio, as the nodes' interfaces counted the bytes;
+    * ``disturbed``: whether other programs took much processor time during the trial or the baseline's trial;
+    * ``own_disturbed``: whether other programs took much processor time during the trial.
     """
     columns = {
         "baseline": "id",
@@ -77,9 +79,10 @@ def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
     """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, with its interval.
 
-    For rows of :func:`pairs` of one configuration in one setting, this is the speed-up.  The mean is over the pairs
-    that :func:`undisturbed` keeps.  The interval includes the spread between occasions: starts of the machine, or runs
-    more than an hour apart.
+    ``group`` are rows of :func:`pairs` of one configuration in one setting (cluster, model, batch and so on).  By
+    default, the result is the speed-up: the baseline's step time over the configuration's step time.  The mean is over
+    the pairs that :func:`undisturbed` keeps.  The interval includes the spread between occasions: starts of the
+    machine, or runs more than an hour apart.
     Pairs of trials whose ranks are threads are left out, since their steps are not timed.  The mean is NaN if no pair
     is left.
     """
@@ -92,9 +95,10 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
 
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, over all pairs.
+    """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, with its interval.
 
-    Use this for columns that depend neither on other programs nor on the occasion, such as bytes.
+    ``group`` are pairs of trials, all of which count.  Use this function for columns such as bytes, which do not depend
+    on other programs or on the time of the run.  For times, use :func:`speedup`.
     """
     keys = list(zip(group["seed"], group["repeat"], strict=True))
     over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
@@ -102,11 +106,12 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """Return the interval in which the speed-up of one further run at another occasion is expected.
+    """Return the interval in which the speed-up of one further run, after another start of the machine, is expected.
 
-    ``group`` are rows of :func:`pairs` of one configuration in one setting.  Speed-ups may differ between occasions
-    because the machine computes faster or slower.  If the seconds of computation in the baseline's step explain the
-    differences, the prediction uses them (:func:`harness.records.confidence_intervals.ratio_of_another_run`).
+    ``group`` are rows of :func:`pairs` of one configuration in one setting (cluster, model, batch and so on).
+    Speed-ups may differ between occasions (starts of the machine, or runs more than an hour apart) because the machine
+    computes faster or slower.  If the seconds of computation in the baseline's step explain the differences, the
+    prediction uses these seconds (:func:`harness.records.confidence_intervals.ratio_of_another_run`).
     """
     kept = undisturbed(group)
     points = [
@@ -120,8 +125,9 @@ def expected(group: pd.DataFrame) -> Prediction:
 def outside(group: pd.DataFrame) -> int:
     """Return the number of occasions whose mean speed-up lies outside of the speed-up's interval.
 
-    ``group`` are rows of :func:`pairs` of one configuration in one setting, and the interval is computed over all
-    occasions.  Returns 0 if there is no interval.
+    An occasion is a start of the machine, or a run more than an hour apart from others; the interval is computed over
+    all occasions.  ``group`` are rows of :func:`pairs` of one configuration in one setting (cluster, model, batch and
+    so on).  Returns 0 if there is no interval.
     """
     ratio, by_occasion = speedup(group), undisturbed(group).groupby("occasion")["speedup"]
     return sum(ratio.known and not ratio.contains(mean) for mean in by_occasion.agg(geometric))
@@ -163,9 +169,9 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
     """Return the spread of the link's rate in each setting whose link was faster for some configurations than others.
 
-    Keys are hashes of settings.  A spread of 0.2 means that the highest of the configurations' median rates is 20 %
-    above the lowest.  Settings with a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links
-    without a rate are ignored.
+    ``table`` has one row per trial.  Keys are hashes of settings (cluster, model, batch and so on).  A spread of 0.2
+    means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with a spread of at
+    most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
     """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
@@ -175,12 +181,13 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials that can be compared over link rates: trials that ran at two or more requested rates.
+    """Return the trials that can be compared over link rates, because similar trials ran at two or more requested
+    rates.
 
-    Trials are grouped by number of nodes, ranks per node and tokens per rank, and a group is returned if its trials
-    have two or more rates.  For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at 50
-    and others at 100 Mbit/s.
-    Trials whose link has no achieved rate are left out.
+    Trials are grouped by number of nodes, ranks per node and tokens per rank.  A group is returned if its trials have
+    two or more requested rates.  For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at
+    50 and others at 100 Mbit/s.
+    Trials whose link's rate was not measured are left out.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rates = table.fillna({"rate_mbit": -1.0}).groupby(keys)["rate_mbit"].transform("nunique")
@@ -188,19 +195,20 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:
-    """Return each compared trial at a quarter of a rate, together with the baseline's trial at the full rate.
+    """Return pairs of a trial at a quarter of a link's rate and the baseline's trial at the full rate, one row per
+    pair.
 
-    The compared trials are those of the configurations that the suite compares with its baseline.  If the suite names
-    no baseline, they are the trials of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and
-    repeat, and their settings differ in the rate alone.
+    The first trial of a pair is of a configuration that the suite compares with its baseline.  If the suite names no
+    baseline, the first trial is of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and repeat,
+    and their settings (cluster, model, batch and so on) differ in the rate alone.
 
-    A row has the columns of ``table``, and these:
+    A row has the columns of ``table`` for the first trial, and these:
 
     * ``baseline``: the id of the baseline's trial;
     * ``configuration_baseline``: the configuration of the baseline's trial;
-    * ``full_rate``: the requested rate of the baseline's trial in Mbit/s, 4 times that of the compared trial;
-    * ``parity``: the compared trial's tokens per second over the baseline's tokens per second;
-    * ``disturbed``: whether either trial was disturbed.
+    * ``full_rate``: the requested rate of the baseline's trial in Mbit/s, 4 times the rate of the first trial;
+    * ``parity``: the first trial's tokens per second over the baseline's tokens per second;
+    * ``disturbed``: whether other programs took much processor time during either trial.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     named_in_suite = shaped["role"].eq("baseline").any()
@@ -219,8 +227,9 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Return the geometric mean of ``parity``, with its interval.
+    """Return the geometric mean of ``parity`` over the pairs ``group``, with its interval.
 
-    ``group`` are rows of :func:`parity` with the same two configurations, setting and rate.
+    Parity is a configuration's throughput at a quarter of a link's rate over the baseline's throughput at the full
+    rate.  ``group`` are rows of :func:`parity` with the same two configurations, setting and rate.
     """
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

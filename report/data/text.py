@@ -21,8 +21,9 @@ _MOST_NAMES: Final = 4  # most configurations that a footnote names
 def occasions_in_words(count: int) -> str:
     """Return caption text on whether the intervals of times include differences between occasions.
 
-    They do if the trials ran at several occasions.  An occasion is a start of a machine, or a run more than an hour
-    apart from others, and ``count`` is the number of occasions.  The text is empty if ``count`` is 0.
+    An occasion is a start of a machine, or a run more than an hour apart from others.  ``count`` is the number of
+    occasions at which the trials ran.  Intervals include the differences between occasions if there are several.  The
+    text is empty if ``count`` is 0.
     """
     if count == 0:
         return ""
@@ -38,7 +39,7 @@ def occasions_in_words(count: int) -> str:
 
 
 def left_out_in_words(intervals: Iterable[Interval], noun: str = "pair") -> str:
-    """Return sentences that define disturbed trials, and count the trials or pairs that were left out as disturbed.
+    """Return sentences that say what a disturbed trial is, and how many disturbed trials or pairs were left out.
 
     ``noun`` says what the ``intervals`` are computed from: ``trial`` or ``pair``.  The text is empty if none of the
     intervals leaves out a trial or pair.
