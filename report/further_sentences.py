@@ -1,7 +1,7 @@
 """Chooses up to three sentences that follow the first sentence in the head of a page.
 
 The choice depends on the records alone, so that pages of old records have such sentences, too.  The modules of
-:mod:`report.further` write the sentences.
+:mod:`report.further` write the sentences, which state other facts than the first sentence.
 """
 
 from __future__ import annotations

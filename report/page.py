@@ -75,10 +75,10 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 
 def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
-    """Split the table of verdicts into the rows that the page shows and the rows that a reader has to unfold.
+    """Split the table of verdicts into the rows that the page shows and the rows that are folded away.
 
-    Returns both parts as tables, and the label of the fold, such as ``3 more rows``.  ``head`` says which rows are
-    shown, and ``table`` is the table of verdicts, possibly with other columns.
+    Returns both parts as tables, and the label with which a reader unfolds the second part, such as ``3 more rows``.
+    ``head`` says which rows are shown, and ``table`` is the table of verdicts, possibly with other columns.
     """
     shown, rest = head.parts(table)
     noun = "more row" if table.places else "more configuration"
@@ -88,7 +88,8 @@ def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
 def fill(**parts: Any) -> str:
     """Return the HTML of the template ``page.html``, filled with ``parts``.
 
-    A part that is named in ``_OPTIONAL`` may be left out; it is then empty.
+    ``parts`` has a value for each variable of the template.  A variable that is named in ``_OPTIONAL`` may be left out;
+    it is then empty.
     """
     return render_template("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
 

@@ -1,7 +1,7 @@
-"""Finds the records of the suite that a suite file names with its key ``seconds``.
+"""Finds the records of another suite, which a suite file names with its key ``seconds``.
 
-A suite that names another suite in this way takes the seconds of a step from the other suite's records, and computes
-its net speed-ups from them.  This module imports no pandas.
+Such a suite file says that the other suite's records have the seconds of a step.  Reports compute net speed-ups (how
+many times as fast a configuration reaches a loss) from these seconds.  This module imports no pandas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness.suites.suite import NAME
 
 
 def named(results: Path, run: str) -> str:
-    """Return the value of the key ``seconds`` in the suite file of a run: the name of another suite.
+    """Return the name of another suite: the value of the key ``seconds`` in the suite file of a run.
 
     ``results`` is a results folder, and ``run`` the id of a run that wrote records into it.  The name is empty in each
     of these cases:
@@ -35,8 +35,8 @@ def named(results: Path, run: str) -> str:
 def beside(results: Path, suite: str) -> Path | None:
     """Return the path of the records of ``suite``: its results folder or, if that has no records, its archive.
 
-    ``results`` is the results folder of another suite; folder and archive of ``suite`` are looked for in the same
-    parent folder.  Returns None if there are no records and no archive.
+    ``results`` is the results folder of another suite.  The folder and the archive of ``suite`` are looked for in the
+    parent folder of ``results``.  Returns None if there are no records and no archive.
     """
     folder = results.absolute().parent / suite
     packed = folder.with_name(f"{suite}{archive.SUFFIX}")

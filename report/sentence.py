@@ -51,7 +51,10 @@ def two_digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one configuration differs from its baseline in one setting, and the words of a sentence on this."""
+    """How one configuration differs from its baseline in one setting, and the words of a sentence on this difference.
+
+    A setting is what trials run in: cluster, model, batch and so on.
+    """
 
     effect: Effect
     name: str  # of the configuration
@@ -80,13 +83,14 @@ class Sentence(NamedTuple):
 def sentence(
     derived: Derived, asked: Quantity, kind: str, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> Sentence:
-    """Return the first sentence of a page's head.
+    """Return the first sentence of a page's head, the difference that it states, and a few similar sentences.
 
     Args:
         derived: The records.
         asked: The quantity that the suite asks for.
-        kind: The quantity that the sentence compares.  It is ``asked`` or, if ``asked`` has no effects, ``step``.
-        found: The effects on ``kind``, one for each setting and configuration.
+        kind: The quantity that the sentence compares.  It is ``asked`` or, if nothing is compared in ``asked``,
+            ``step``.
+        found: The comparisons with the baseline in ``kind``, one for each setting and configuration.
         compared: The keys of ``found`` whose configurations are compared with a baseline.
     """
     if derived.finished.empty:
@@ -119,15 +123,15 @@ def on_largest(
     among: str = "",
     steps: int = -1,
 ) -> str:
-    """Return the sentence on the difference that :func:`foremost` chooses.
+    """Return the sentence on one of the ``differences``, usually the largest significant one (:func:`foremost`).
 
     Args:
         kind: The quantity that is compared.
         differences: The differences to choose from, at least one.
         controls: The verdicts on controls, which are configurations with a deliberate fault.  ``differences`` leaves
             these configurations out; the sentence counts their verdicts separately.
-        among: Empty if the differences are from baselines.  If they are from counterparts
-            (:mod:`report.effects.counterparts`), text that begins the sentence: ``where only policy.schedule
+        among: Empty if the differences are from baselines.  If they are from counterparts, other configurations of the
+            suite (:mod:`report.effects.counterparts`), text that begins the sentence: ``where only policy.schedule
             differs, ``.
         steps: The number of training steps that the previous sentence names; -1 if it names none.  The sentence does
             not repeat this number.
@@ -161,8 +165,9 @@ def on_largest(
 def on_peers(found: Sequence[Interval]) -> str:
     """Return the sentence on our engine's speed-ups over DDP, FSDP2 and DeepSpeed.
 
-    ``found`` has at least one speed-up.  Each compares one of our configurations with the fastest configuration of a
-    library, among the library's configurations with the same data types (:func:`report.tables.peers.ours_over_peers`).
+    ``found`` are these speed-ups, at least one.  A speed-up compares one of our configurations with one library: with
+    the library's fastest configuration of those that use the same data types
+    (:func:`report.tables.peers.ours_over_peers`).
     """
     verdicts: list[Verdict] = [_over_peer(each) for each in found]
     ratios = [each.estimate for each in found]
@@ -196,14 +201,15 @@ def capitalised(text: str) -> str:
 
 
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
-    """Return a sentence for each difference in ``others``, to follow a sentence that states the difference ``top``.
+    """Return sentences that follow a sentence on the difference ``top``, one for each difference in ``others``.
 
     ``kind`` is the quantity of all differences.  There are sentences in two cases:
 
     * A verdict on ``top`` is possible (``top.known``), and ``top`` is significant.
     * No verdict on ``top`` is possible, and ``kind`` is ``nodes``, the throughput on more nodes.
 
-    In other cases the list is empty, and also if ``others`` has more than :data:`_MOST_OTHERS` differences.
+    In all other cases the list is empty.  It is also empty if ``others`` has more than :data:`_MOST_OTHERS`
+    differences.
     """
     told = top.effect.significant if top.known else kind == "nodes"
     if not told or len(others) > _MOST_OTHERS:
@@ -212,9 +218,10 @@ def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[s
 
 
 def on_one(kind: str, difference: Difference, *, steps: int = -1) -> str:
-    """Return a sentence that states one difference in the quantity ``kind``, whatever its verdict.
+    """Return a sentence that states one difference in the quantity ``kind``, whatever the verdict on this difference.
 
-    ``steps`` is the number of training steps that the previous sentence names, or -1; it is not repeated.
+    ``steps`` is the number of training steps that the previous sentence names, or -1 if it names none.  The number is
+    not repeated.
     """
     claim, interval = _claim(kind, difference, steps)
     if not difference.known:
@@ -256,7 +263,8 @@ def _counts(
     Args:
         kind: The quantity that is compared.
         differences: The comparisons.
-        controls: Verdicts on controls.  They are not counted as comparisons, and follow: ``; the control is worse``.
+        controls: Verdicts on controls, which are configurations with a deliberate fault.  They are not counted as
+            comparisons; their verdicts follow: ``; the control is worse``.
         such: Whether the page also has other comparisons.  The clause then says ``; of 4 such comparisons, ...``.
     """
     if len(differences) < 2:
@@ -289,8 +297,9 @@ def _verdicts_in_words(found: Sequence[Verdict]) -> str:
 def _claim(kind: str, difference: Difference, steps: int = -1) -> tuple[str, str]:
     """Return two texts: a clause that states a difference in the quantity ``kind``, and its interval in parentheses.
 
-    The second text also gives the number of values.  It is empty for a quantity that is counted and has no interval.
-    ``steps`` is the number of training steps that the previous sentence names, or -1; the clause does not repeat it.
+    The second text also gives the number of values.  It is empty for a quantity that is counted exactly, such as bytes,
+    and has no interval.  ``steps`` is the number of training steps that the previous sentence names, or -1 if it names
+    none; the clause does not repeat the number.
     """
     effect, name, base = difference.effect, difference.name, difference.base
     change, value = effect.change, effect.change.estimate
@@ -345,9 +354,10 @@ def evidence(
 ) -> str:
     """Return the interval of an effect and its number of values: `` (95 % CI 1.72 to 1.84, n = 12)``.
 
-    ``form`` formats the two ends.  ``ends`` are the ends to print, by default the effect's interval.
-    A net speed-up (``kind`` is ``net``) has no number of values, since it is the product of two samples.
-    The text is empty for a quantity that is counted.
+    An effect is the comparison of a configuration with its baseline in one quantity, ``kind``.  ``form`` formats the
+    two ends of the interval.  ``ends`` are the ends to print, by default the effect's own.
+    A net speed-up (``kind`` is ``net``) has no number of values, since it is the product of two samples.  The text is
+    empty for a quantity that is counted exactly, such as bytes.
     """
     if effect.counted:
         return ""
@@ -365,10 +375,10 @@ def evidence(
 
 
 def whose(thing: str, name: str) -> str:
-    """Return words for a thing of a configuration: ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``.
+    """Return words that say to which configuration a thing belongs: ``ZeRO++'s loss``.
 
-    The second form is used for names with other characters than letters, digits, ``+`` and ``-``.  If ``thing`` is
-    empty, the words are ``ZeRO++'s``, or ``that of ZeRO++ (weights int4:64)``.
+    For names with other characters than letters, digits, ``+`` and ``-``, the words are ``the loss of ZeRO++ (weights
+    int4:64)``.  If ``thing`` is empty, they are ``ZeRO++'s``, or ``that of ZeRO++ (weights int4:64)``.
     """
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
@@ -376,7 +386,7 @@ def whose(thing: str, name: str) -> str:
 
 
 def _noun(kind: str) -> str:
-    """Return what one value of a quantity's sample is called: ``seed``, ``repeat`` or ``pair``.
+    """Return the word for one of the values from which a quantity is computed: ``seed``, ``repeat`` or ``pair``.
 
     It is ``seed`` for losses, ``repeat`` for the quantity ``nodes`` (throughput on more nodes), and ``pair`` otherwise.
     """
@@ -384,7 +394,10 @@ def _noun(kind: str) -> str:
 
 
 def _why(kind: str, effect: Effect) -> str:
-    """Return why there is no verdict on an effect on the quantity ``kind``: ``one seed; a verdict needs six``."""
+    """Return text that says why a verdict on ``effect`` is impossible: ``one seed; a verdict needs six``.
+
+    An effect is the comparison of a configuration with its baseline in one quantity, ``kind``.
+    """
     change = effect.change
     if effect.why:
         return effect.why
@@ -404,7 +417,7 @@ def _in_words(number: int, noun: str) -> str:
 def differences_of(
     derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> list[Difference]:
-    """Return the differences of the configurations ``compared``, each with the words that sentences need.
+    """Return the differences of the configurations ``compared`` from their baselines, with the words for sentences.
 
     A control is a configuration with a deliberate fault, with which a suite shows that it would notice this fault.
     Controls are left out if there are at least two other configurations.
@@ -412,8 +425,8 @@ def differences_of(
     Args:
         derived: The records.
         asked: The quantity that the suite asks for.  If it is ``loss``, the words mention the margin of losses; if it
-            is ``rate``, they give break-even rates.
-        found: Effects on the quantity that is compared, by (setting, configuration).
+            is ``rate``, they give break-even rates (at which a configuration is as fast as its baseline).
+        found: Comparisons with the baseline in one quantity, by (setting, configuration).
         compared: The keys of ``found`` for which differences are returned, in this order.
     """
     trial_of, first = derived.frames.trial_of, derived.finished.drop_duplicates("configuration")
@@ -458,8 +471,9 @@ def differences_of(
 def places_of(derived: Derived) -> dict[str, str]:
     """Return words that tell the settings apart, such as ``with 50 Mbit/s, ``, by the setting's hash.
 
-    The words name one field whose value is different in every setting.  If there is no such field, they name all fields
-    in which any settings differ.  The dict is empty if there is a single setting.
+    A setting is the cluster, model, batch and so on.  The words name one field whose value is different in every
+    setting.  If there is no such field, they name all fields in which any settings differ.  The dict is empty if there
+    is a single setting.
     """
     titles = titles_of(derived.finished[["setting", "where"]])
     if len(titles) < 2:
@@ -476,7 +490,12 @@ def places_of(derived: Derived) -> dict[str, str]:
 
 
 def _of_nodes(derived: Derived) -> list[Difference]:
-    """Return one difference per configuration: its tokens/s on the most nodes over its tokens/s on the fewest nodes."""
+    """Return how the throughput of each configuration grows with the number of nodes, as differences for sentences.
+
+    A difference states the tokens/s on the most nodes over the tokens/s on the fewest nodes.  There is one for each
+    configuration and each way of scaling: with equal batches on each rank, and with equal batches on all ranks
+    together.
+    """
     batches = {"weak": "a rank", "strong": "in all"}
     return [
         Difference(
@@ -489,10 +508,11 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 def _break_evens(derived: Derived, key: Key) -> str:
     """Return sentences on a configuration's break-even rates; a space precedes each sentence.
 
-    A break-even rate is a rate of the link at which the configuration is as fast as its baseline.  Settings that differ
-    in the rate alone form a group, and there is one sentence for each group.  ``key`` is (setting, configuration): the
-    sentence on the group of this setting comes first.  If there are more than :data:`_MOST_SIZES` groups, this sentence
-    is the only one.
+    A break-even rate is a rate of the link at which the configuration is as fast as its baseline.  Settings (cluster,
+    model, batch and so on) that differ in the link's rate alone form a group, and there is one sentence for each group.
+    ``key`` is (setting, configuration): the sentence on the group of this setting comes first.  If there are more than
+    :data:`_MOST_SIZES` groups, only this sentence is returned.  The text is empty if the configuration ran at a single
+    rate in the group of this setting.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
@@ -520,7 +540,8 @@ def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
         found: The link rates at which the configuration is as fast as its baseline.
         high_mbit: The highest measured rate in Mbit/s.
 
-    The clause is empty if there are too few repeats for an interval.
+    If there are no such rates, the clause says why, or that the configuration is faster at every rate or at none.  It
+    is empty if there are too few repeats for an interval.
     """
     highest = f"{_three_digits(high_mbit)} Mbit/s"
     match found.outcome:
@@ -568,7 +589,8 @@ def _nothing_compared(derived: Derived) -> str:
 def caveat(derived: Derived) -> str:
     """Return a sentence that says why the page's seconds are unreliable; empty if they are reliable.
 
-    Seconds are unreliable if most trials are disturbed, or if links of one setting achieved different rates.
+    Seconds are unreliable if other programs took much processor time during most trials (disturbed trials), or if the
+    link was faster for some configurations of a setting than for others.
     """
     clauses: list[str] = []
     if derived.mostly_disturbed:

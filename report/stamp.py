@@ -1,7 +1,7 @@
-"""Writes and checks the stamp of a report, by which `zeropp run` sees that it need not draw the report again.
+"""Writes and checks the stamp of a report, which tells `zeropp run` whether the report must be drawn again.
 
 The stamp is a hidden file in the results folder.  It holds a hash of everything from which the page was made, and the
-sentences in the page's head.
+sentences in the page's head.  If the hash is still the same, the page need not be drawn again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sentences_of(results: Path) -> list[str] | None:
 def remove(results: Path) -> None:
     """Remove the stamp of a folder, so that `zeropp run` draws the page again.
 
-    This is for pages that were drawn with other options than `zeropp run` uses.
+    Call this function for a page that was drawn with other options than `zeropp run` uses.
     """
     (results / _STAMP).unlink(missing_ok=True)
 

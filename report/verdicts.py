@@ -1,5 +1,7 @@
-"""Computes the head of a page: sentences on the largest differences, a table of verdicts, and the name of a figure.
+"""Computes what the head of a page shows: sentences on the largest differences, a table, and the name of a figure.
 
+The table has the verdicts.  A verdict says whether a configuration is better or worse than its baseline in one
+quantity.
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
@@ -91,7 +93,10 @@ _QUANTITIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The head of a page: its sentences, its table of verdicts, and the name of its figure."""
+    """What the head of a page shows: its sentences, its table of verdicts, and the name of its figure.
+
+    A verdict says whether a configuration is better or worse than its baseline in one quantity.
+    """
 
     quantity: Quantity  # the quantity that the suite asks for
     first: str  # the first sentence, on the largest difference
@@ -108,11 +113,11 @@ class Verdicts:
 
     @property
     def lines(self) -> list[str]:
-        """One text with all sentences; a second text with the caveat, if there is a caveat."""
+        """The texts of the head: first all sentences as one text, then the caveat, if there is one."""
         return [self.sentence, *filter(None, [self.caveat])]
 
     def parts(self, table: Table) -> tuple[Table, Table]:
-        """Return the rows of ``table`` that the page shows unfolded, and its other rows, as two tables.
+        """Return two tables: the rows of ``table`` that the page shows unfolded, and the other rows of ``table``.
 
         ``table`` is the table of verdicts, possibly with other columns; it has the same rows as :attr:`table`.
         """
@@ -121,7 +126,7 @@ class Verdicts:
 
 
 def of_folder(results: Path) -> Verdicts:
-    """Return what the head of a results folder's page shows: sentences, a table and the name of a figure.
+    """Return what the head of a results folder's page shows: sentences, the table of verdicts, and a figure's name.
 
     Raises a ReportError if the folder's records cannot be reported together (:func:`report.data.frames.load`).
     """
@@ -130,7 +135,7 @@ def of_folder(results: Path) -> Verdicts:
 
 @lru_cache(maxsize=32)  # page, documents and terminal ask for it
 def verdicts(derived: Derived) -> Verdicts:
-    """Return what the head of these records' page shows: sentences, the table of verdicts, and the name of a figure."""
+    """Return what the head of these records' page shows: sentences, the table of verdicts, and a figure's name."""
     frames = derived.frames
     asked = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
     names = {*derived.compared.contrast, *effects.all_baselines(derived)}
@@ -159,7 +164,7 @@ def verdicts(derived: Derived) -> Verdicts:
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Return whether DDP, FSDP2 and DeepSpeed train more than half of the configurations.
+    """Return whether more than half of the configurations are trained by DDP, FSDP2 or DeepSpeed.
 
     If so, the suite's question is taken to be about these libraries.
     """
@@ -172,15 +177,19 @@ _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
 
 
 def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
-    """Return the keys in ``found`` whose effect was measured and whose configuration is compared with a baseline."""
+    """Return the keys of ``found`` that were measured and whose configuration is compared with a baseline.
+
+    ``found`` has the effects (comparisons with the baseline) in one quantity, by (setting, configuration).
+    """
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
 def _has_values(derived: Derived, found: Mapping[Key, Effect]) -> bool:
-    """Return whether a quantity's column has a number or a text in any row that is not a baseline's.
+    """Return whether a quantity's column in the table of verdicts has a value in any row that is not a baseline's.
 
-    ``found`` are the effects on the quantity.  The column has no values, for example, if the quantity is step time and
-    the ranks were threads, whose steps are not timed.
+    ``found`` are the effects (comparisons with the baseline) in the quantity, and a value is a number or a text.  The
+    column has no values, for example, if the quantity is step time and the ranks were threads, whose steps are not
+    timed.
     """
     own = [effect for key, effect in found.items() if key[1] in derived.compared.contrast]
     return any(effect.text or not math.isnan(effect.value.estimate) for effect in own)
@@ -189,12 +198,14 @@ def _has_values(derived: Derived, found: Mapping[Key, Effect]) -> bool:
 def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
     """Return the table of verdicts: a row for each setting and configuration, the setting's baselines first.
 
+    A setting is the cluster, model, batch and so on.
+
     Args:
         derived: The records.
         asked: The quantity that the suite asks for.
-        kind: The quantity that the page's first sentence reports; it may differ from ``asked``.  Its column is
-            followed by the interval expected in a new run, and n.
-        found: By quantity, the effect of each configuration in each setting.
+        kind: The quantity that the page's first sentence reports; it may differ from ``asked``.  After its column come
+            two more: the interval in which a new run is expected, and the number of values (n).
+        found: By quantity, the comparison of each configuration with its baseline in each setting.
     """
     shown = {name: of for name, of in _QUANTITIES.items() if _has_values(derived, found.get(name, {}))}
     own, own_title = _own_column(derived, asked)
@@ -250,8 +261,8 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
 def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quantity]) -> list[str]:
     """Return the notes below the table: on intervals, on trials that were left out, and on cells without a mark.
 
-    Each note is one or a few sentences; a note may be empty.  ``data`` are the table's values, and ``shown`` the
-    quantities that have a column.
+    Marks such as ▲ show verdicts.  Each note is one or a few sentences; a note may be empty.  ``data`` are the table's
+    values, and ``shown`` the quantities that have a column.
     """
     one_value = "error" in shown and data[f"{shown['error'].key}_verdict"].eq("one value").any()
     columns = [
@@ -301,8 +312,8 @@ def _places(
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
     """Yield the groups of rows of the table of verdicts, as (cells, key, configurations, baselines).
 
-    There is one group for each setting.  A suite that compares the largest models that fit into memory (``sizes`` is
-    not empty) has one group for each memory limit instead.
+    There is one group for each setting (cluster, model, batch and so on).  If a suite compares the largest models that
+    fit into memory, ``sizes`` is not empty, and there is one group for each memory limit instead.
 
     * ``cells`` are the cells that all rows of the group share, by column.
     * ``key`` is the setting's hash, or the memory limit as text.
@@ -332,7 +343,8 @@ def _places(
 def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, Any]:
     """Return a row's entries for one quantity in the table's data: the value, the verdict and the printed text.
 
-    The keys are columns of the table.  For the speed-up they are ``speedup``, ``speedup_verdict`` and ``_speedup``.
+    ``effect`` is the comparison of the row's configuration with its baseline; None if there is none.  The keys of the
+    result are columns of the table.  For the speed-up they are ``speedup``, ``speedup_verdict`` and ``_speedup``.
     ``is_base`` says whether the row is a baseline's.  In the row of a baseline, the verdict is ``baseline``, and the
     value is 1 for a ratio, 0 for a difference, and otherwise the baseline's own value.
     """
@@ -355,15 +367,17 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
 
 
 def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
-    """Return a row's entries for the interval in which a new run is expected, and ``n``, the effect's number of values.
+    """Return a row's entries for the interval in which a new run is expected, and for the number of values, ``n``.
 
-    All entries are NaN if there is no effect, or if the quantity is counted (bytes, memory), since it does not vary.
-    In these cases only the expected interval is NaN, and ``n`` is given:
+    ``effect`` is the comparison of the row's configuration with its baseline.  All entries are NaN if there is no
+    effect, or if the quantity is counted exactly (bytes, memory), since it does not vary.  In these cases only the
+    expected interval is NaN, and ``n`` is given:
 
     * The effect has no interval, or has a reason against a verdict (``why``).
-    * The effect's seconds were measured at one occasion, which says nothing about another occasion.
+    * The effect's seconds were measured at one occasion (start of the machine), which says nothing about other
+      occasions.
 
-    If the interval was predicted for a certain computation time of a step, a further entry
+    If the interval was predicted for a certain computation time of a step, another entry
     ``expected_at_compute_seconds`` holds this time.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
@@ -386,10 +400,10 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
     """Return the last column of the table of verdicts: its values, by (setting, configuration), and its title.
 
-    The column shows the quantity that the suite asks for, if no other column shows it:
+    The column shows the quantity that the suite asks for, if no other column shows this quantity:
 
     * ``asked`` is ``tokens`` or ``nodes``: tokens/s;
-    * ``asked`` is ``rate``: break-even rates.
+    * ``asked`` is ``rate``: break-even rates, the link rates at which a configuration is as fast as its baseline.
 
     For other quantities, there is no such column; values and title are empty.
     """
@@ -465,9 +479,10 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
     """Return the indices of the rows that a page shows unfolded, at most :data:`MOST_OPEN`.
 
+    ``ranked`` are the effects (comparisons with the baseline) by which rows are chosen, by (setting, configuration).
     If the table has at most :data:`MOST_OPEN` rows, all are shown.  Otherwise rows are added in this order while there
-    is room: the row of effect ``first``, the rows of significant effects, and the rows of other effects.  Within each
-    kind, larger effects come first.  With each row, the row of its setting's baseline is added.
+    is room: the row of effect ``first``, the rows of significant effects, and the rows of other effects.  Larger
+    effects precede smaller effects of the same kind.  With each row, the row of its setting's baseline is added.
     """
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:
@@ -488,8 +503,8 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 def _has_front(derived: Derived) -> bool:
     """Return whether the page's figure is the Pareto front of bytes between nodes and loss.
 
-    Returns True if :func:`report.effects.loss_verdicts.front` has exactly one setting, and the configurations in
-    its table are of at least ``FEWEST_OF_FRONT`` different strategies.
+    Returns True if :func:`report.effects.loss_verdicts.front` has exactly one setting (cluster, model, batch and so
+    on), and the configurations in its table are of at least ``FEWEST_OF_FRONT`` different strategies.
     """
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]

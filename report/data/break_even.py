@@ -43,9 +43,7 @@ Outcome = Literal["crosses", "pays", "costs", "not determined"]
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """The break-even rates of one configuration: link rates in Mbit/s at which its speed-up over the baseline crosses
-    1.
-    """
+    """Break-even rates of a configuration: link rates in Mbit/s at which its speed-up over the baseline crosses 1."""
 
     # ``crosses``: the speed-up crosses 1 at the rates ``crossings``; ``pays``: the configuration is faster at every
     # measured rate; ``costs``: slower at every measured rate; ``not determined``: none of these could be shown.

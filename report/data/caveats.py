@@ -73,7 +73,7 @@ def rates(rows: pd.DataFrame) -> str:
 
 
 def footnotes(cells: Iterable[str]) -> str:
-    """Return the footnotes for the marks, such as †, that occur in the texts ``cells``, each after a space."""
+    """Return the footnotes for the marks, such as †, in the texts ``cells``; a space precedes each footnote."""
     text = "".join(f"{cell} " for cell in cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
@@ -98,8 +98,8 @@ def alone_in_words(derived: Derived) -> str:
 def modelled_in_words(derived: Derived) -> str:
     """Return a footnote that counts the trials whose link was modelled; empty if there are none.
 
-    With a modelled link, the sending process delays each message by the time that the message's bytes would take on a
-    link of the requested rate; no network is limited.  The footnote begins with a space.
+    With a modelled link, a rank's own process delays each message by the time that the message's bytes would take at
+    the link's rate; no network is limited.  The footnote begins with a space.
     """
     trials = derived.finished
     paced = int(trials["modelled"].sum())

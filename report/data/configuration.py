@@ -77,8 +77,8 @@ ROLES: Final = ("baseline", "contrast")
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Return, for each row of ``table``, whether it belongs to a baseline.
 
-    Column ``role`` is ``baseline`` or ``contrast`` if the suite names its baseline, and else empty.  There are two
-    cases:
+    A suite may name its baseline.  Then column ``role`` of the table is ``baseline`` in the rows of the baseline, and
+    ``contrast`` in the rows of configurations that are compared with it.  There are two cases:
 
     * The suite names its baseline.  The rows with the role ``baseline`` belong to it.  If no trial of the baseline
       finished, there are no such rows, and no other configuration takes its place.
@@ -121,15 +121,15 @@ def with_baseline(
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
-    """Return, for each row, whether its configuration is the unchanged policy ``strategy``, such as ``zeropp``."""
+    """Return which rows belong to the policy that is named ``strategy``, such as ``zeropp``, without changes."""
     return table["strategy"].eq(strategy) & table["configuration"].eq(NAMES[strategy])
 
 
 def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
     """Return the fields of a policy that pages print, as texts by their labels: ``{"weights": "int8:2048", ...}``.
 
-    Two of these fields, the size of a group and of hpZ's groups, are printed as numbers of ranks, which follow from
-    ``topology``.  The dict is empty if ``policy`` is None.
+    Two of these fields, ``group`` and ``secondary``, are numbers of ranks, which follow from ``topology``.  The dict is
+    empty if ``policy`` is None.
     """
     if policy is None:
         return {}
@@ -260,7 +260,7 @@ def name_of(strategy: str) -> str:
 def field_text(field: str, value: str) -> str:
     """Return a field of a policy and its value as short text, as it stands in the name of a configuration.
 
-    For example, ``g int4:64`` for field ``gradients``, ``groups of 2`` for ``group``, or ``max reuse 1e9``.
+    For example, ``g int4:64`` for field ``gradients``, ``groups of 2`` for ``secondary``, or ``max reuse 1e9``.
     """
     if field == "secondary" and value == "0":
         return "no hpZ copy"

@@ -374,10 +374,9 @@ def _settings(
 ) -> dict[str, dict[str, str]]:
     """Return, by id of each trial, a dict that identifies the trial's setting: cluster, model, batch and so on.
 
-    The fields of a trial belong either to its setting or to its configuration, apart from a few such as the seed.
-    These fields are not part of a setting: the fields :data:`_NOT_OF_A_SETTING`, and the fields ``also``, in which
-    compared configurations differ (:func:`_compared_also`).  ``rows`` has facts on each trial by id, such as its
-    model's size.  The dict's keys are:
+    A setting consists of the fields of a trial that are neither in :data:`_NOT_OF_A_SETTING` nor in ``also``.  The
+    fields ``also`` belong to the configuration, because compared configurations differ in them.  ``rows`` has facts on
+    each trial by id, such as the size of its model.  The dict's keys are:
 
     * ``setting``: a hash of the setting's fields, 12 hexadecimal digits;
     * ``where``: a description of the setting;

@@ -139,7 +139,7 @@ def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
-    """Return the number of timed training steps of each trial, by the trial's id; steps that decode do not count."""
+    """Return the number of timed training steps of each trial, by id; steps that decode are not counted."""
     return best_step.timed(frames.steps).groupby("id")["index"].nunique()
 
 
@@ -328,10 +328,9 @@ class Derived:
 
     @cached_property
     def ids_by_place(self) -> dict[tuple[str, str], list[str]]:
-        """The sorted ids of the finished trials of each configuration in each setting (cluster, model, batch and so
-        on).
+        """The sorted ids of the finished trials of each configuration in each setting.
 
-        Keys are (configuration, description of the setting).
+        Keys are (configuration, description of the setting), where a setting is the cluster, model, batch and so on.
         """
         ids: dict[tuple[str, str], list[str]] = defaultdict(list)
         columns = (self.finished[name] for name in ("configuration", "where", "id"))

@@ -1,4 +1,4 @@
-"""Reads the numbers that the ZeRO++ paper and blog published, with their sources, from ``report/published/*.csv``."""
+"""Reads the numbers that the ZeRO++ blog published, with their sources, from ``report/published/zeropp_*.csv``."""
 
 from __future__ import annotations
 

@@ -181,12 +181,10 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials that can be compared over link rates, because similar trials ran at two or more requested
-    rates.
+    """Return the trials that can be compared over link rates: similar trials ran at two or more requested rates.
 
-    Trials are grouped by number of nodes, ranks per node and tokens per rank.  A group is returned if its trials have
-    two or more requested rates.  For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at
-    50 and others at 100 Mbit/s.
+    Trials are similar if they have the same number of nodes, ranks per node and tokens per rank.  For example, trials
+    of 2x2 ranks with 512 tokens per rank are returned if some ran at 50 and others at 100 Mbit/s.
     Trials whose link's rate was not measured are left out.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
@@ -195,8 +193,7 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:
-    """Return pairs of a trial at a quarter of a link's rate and the baseline's trial at the full rate, one row per
-    pair.
+    """Return pairs of a trial at a quarter of a link's rate and the baseline's trial at the full rate, one per row.
 
     The first trial of a pair is of a configuration that the suite compares with its baseline.  If the suite names no
     baseline, the first trial is of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and repeat,

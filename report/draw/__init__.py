@@ -1,1 +1,1 @@
-"""Draws tidy tables (one row per observation) as figures: marks, axes, and the looks of configurations."""
+"""Draws tidy tables (one row per observation) as figures, and gives each configuration a colour and a marker."""

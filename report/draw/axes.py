@@ -65,7 +65,10 @@ def grid(
 
 
 def rows_inches(count: int) -> float:
-    """Return the height in inches of a panel with ``count`` rows, without its axis and its title."""
+    """Return the height in inches of a panel with ``count`` rows of bars or points, without its axis and its title.
+
+    A panel with one row is as high as a panel with two.
+    """
     return ROW_INCHES * max(count, 2)
 
 
@@ -85,7 +88,7 @@ def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
 
 
 def filled(text: str, inches: float) -> str:
-    """Break the lines of a text between words, so that each is narrower than a panel that is ``inches`` wide."""
+    """Return a text with line breaks between words, so that each line fits below a panel that is ``inches`` wide."""
     letters = max(1, int(inches / _LETTER_INCHES * _LABEL_SHARE))
     return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in text.split("\n"))
 
@@ -103,14 +106,14 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
 
 
 def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Iterable[float] = ()) -> None:
-    """Make an axis logarithmic, with plain labels.
+    """Make an axis logarithmic, with plain labels such as 0.5 and 100.
 
     ``values`` are all values of the data along this axis.  They decide where the ticks are:
 
-    * There are few values: a tick is at each value.  A value has no tick if it is too near to a smaller value with a
+    * With few values, there is a tick at each value.  A value gets no tick if it is too near to a smaller value with a
       tick.
-    * There are many values, or none are given: ticks are at powers of 10.  If the axis covers less than three decades,
-      ticks are also at 2 and 5 times each power of 10.
+    * With many values, or if none are given, there are ticks at powers of 10.  If the axis covers less than three
+      decades, there are also ticks at 2 and 5 times each power of 10.
     """
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())
@@ -129,7 +132,7 @@ def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Iterable[float] = ()) -
 
 
 def beside(ax: Axes, x: float, y: float, text: str) -> None:
-    """Write a small label to the right of the point (x, y), such as a bar's end; nothing if ``x`` is NaN."""
+    """Write a small label to the right of the point (x, y), such as a bar's end; write nothing if ``x`` is NaN."""
     if not math.isnan(x):
         ax.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=7.5)
 
@@ -153,9 +156,10 @@ def room(panels: Sequence[Axes], *, zero: bool, share: float = 0.2) -> None:
 
 
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
-    """Return a legend's entries for lines, by name, from the look of each name.
+    """Return a legend's entries for lines, by name: each has the colour, marker and dashes of its look.
 
-    ``changes`` are properties of matplotlib's lines that are set on every entry, such as ``linestyle="none"``.
+    ``looks`` has the look of each name.  ``changes`` are properties of matplotlib's lines that are set on every entry,
+    such as ``linestyle="none"``.
     """
     entries: dict[str, Artist] = {
         name: Line2D([], [], color=look.colour, marker=look.marker, dashes=look.dashes)
@@ -183,6 +187,6 @@ def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
 
 
 def line_at(ax: Axes, value: float | None, *, across: bool) -> None:
-    """Draw a faint line at ``value``, horizontal with ``across`` and else vertical; no line if ``value`` is None."""
+    """Draw a faint line at ``value``, horizontal if ``across`` and otherwise vertical; no line if ``value`` is None."""
     if value is not None:
         (ax.axhline if across else ax.axvline)(value, color=theme.FAINT, lw=0.8, zorder=1)

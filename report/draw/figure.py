@@ -38,7 +38,11 @@ _LAYOUTS: Final = 4  # a figure is laid out at most so many times
 
 
 def _has_seconds(data: pd.DataFrame) -> bool:
-    """Return whether a table has seconds of trials; its caption then says at how many occasions they were measured."""
+    """Return whether a figure's table has step times of trials, or tokens per second, and the occasions of the trials.
+
+    An occasion is a start of the machine, or a run more than an hour apart from others.  If the table has both, the
+    caption says at how many occasions the times were measured.
+    """
     return "occasion" in data and not {"step_seconds", "tokens_per_second"}.isdisjoint(data)
 
 
@@ -76,9 +80,9 @@ class Figure:
     def caption_parts(self, data: pd.DataFrame) -> list[str]:
         """Return the caption as a list of parts, each of one or more sentences.
 
-        The parts are the question, what is drawn and how, notes, and what all rows have in common.  A page shows the
-        first part as a sentence, and the others as a list below it.  If the figure has a :attr:`whole_caption`, this
-        caption is the only part.
+        The parts are the question, what is drawn and how, notes, and what all rows of the table have in common.  A page
+        shows the first part as a sentence, and the other parts as a list below this sentence.  If the figure has a
+        :attr:`whole_caption`, this caption is the only part.
         """
         if self.whole_caption is not None:
             return [self.whole_caption(data)]
@@ -90,9 +94,10 @@ class Figure:
         return [part.strip() for part in parts if part.strip()]
 
     def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:
-        """Draw the figure, and write its files into ``folder``: an SVG, a CSV of its raw values, and other ``forms``.
+        """Draw the figure from the records ``derived``, and write its files into ``folder``.
 
-        ``forms`` may have "pdf" and "png".  Returns None, and writes nothing, if there is no data to draw.
+        The files are an SVG, a CSV of the raw values, and one file for each of ``forms``, which may have "pdf" and
+        "png".  Returns the drawn figure.  Returns None, and writes nothing, if there is no data to draw.
         """
         if (data := self.table(derived)).empty:
             return None
@@ -135,9 +140,10 @@ class Drawn:
         return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
 
     def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
-        """Return (id, mark) for each record whose values the figure shows.
+        """Return a pair (id, mark) for each record whose values the figure shows.
 
-        The mark is ‡ if the id is in ``marked``, the ids of disturbed trials, and else empty.
+        The mark is ‡ for records of disturbed trials (other programs took much processor time), and otherwise empty.
+        ``marked`` are the ids of these trials.
         """
         return [(name, caveats.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
@@ -149,10 +155,10 @@ def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
 
 
 def style_of(derived: Derived, width: float = WIDTH) -> Style:
-    """Return the style of a page whose figures are ``width`` mm wide.
+    """Return the style of a page's figures: their width (``width`` mm), and a look for each configuration.
 
-    It gives a look to each configuration.  A strategy without changes has the strategy's plain colour and marker; the
-    strategy's other configurations have variants of these.
+    A look is a colour, a marker and dashes.  A strategy without changes has the strategy's plain colour and marker; the
+    strategy's other configurations have variants of the two.
     """
     ran = derived.finished.sort_values("place", kind="stable")
     ran = ran.assign(changed=ran["configuration"] != ran["strategy"].map(NAMES))

@@ -1,6 +1,6 @@
 """Defines marks, the ways to draw a tidy table: rows, lines, stacked bars, a Pareto front, or a timeline.
 
-A mark also writes the sentences of a caption that say what is drawn.
+Each mark also writes the sentences of the caption that say what is drawn.
 """
 
 from __future__ import annotations
@@ -53,16 +53,20 @@ class Measure:
     dot: str = "trial"  # what one dot stands for
 
     def interval(self, group: pd.DataFrame) -> Interval:
-        """Return the quantity's value with its interval; ``group`` are rows of one configuration in one setting."""
+        """Return the quantity's value with its interval; ``group`` are rows of one configuration in one setting.
+
+        A setting is what a trial runs in: cluster, model, batch and so on.
+        """
         if self.estimate is not None:
             return self.estimate(group)
         return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Return the measures that have a value in any row of ``data``, and replace ``{base}`` in their labels.
+    """Return the measures that have a value in any row of ``data``, with ``{base}`` replaced in their labels.
 
-    ``{base}`` becomes the name of the baseline, or the names if ``data`` has several baselines.
+    A measure is a quantity that the figure shows (:class:`Measure`).  ``{base}`` becomes the name of the baseline, or
+    the names if ``data`` has several baselines.
     """
     base = listed(list(data["baseline_configuration"].unique())) if "baseline_configuration" in data else ""
     known = [measure for measure in measures if data[measure.column].notna().any()]
@@ -77,8 +81,9 @@ def _definitions(measures: Sequence[Measure]) -> str:
 def _dots(measures: Sequence[Measure]) -> str:
     """Return words that say what one dot of a figure stands for: ``one trial``.
 
-    If a dot stands for a trial in some measures and for something else in other measures, each meaning is followed by
-    its measures in parentheses: ``one trial (step time), or one pair of trials (speed-up)``.
+    A measure is a quantity that the figure shows (:class:`Measure`).  If a dot stands for a trial in some measures and
+    for something else in other measures, each meaning is followed by its measures in parentheses: ``one trial (step
+    time), or one pair of trials (speed-up)``.
     """
     labels: dict[str, list[str]] = {}
     for measure in measures:
@@ -89,10 +94,10 @@ def _dots(measures: Sequence[Measure]) -> str:
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """Return the end of a caption's sentence, which says what the short strokes in the figure stand for.
+    """Return the last clause of a caption's sentence, which says what the short strokes in the figure stand for.
 
     For example, ``; strokes ( | ): scheduled step / measured step``.  ``mark`` are the words before the colon, here
-    ``strokes ( | )``.  The text is empty if no measure has strokes.
+    ``strokes ( | )``.  The text is empty if no measure (:class:`Measure`) has strokes.
     """
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
@@ -100,11 +105,12 @@ def _strokes(measures: Sequence[Measure], mark: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Draws a panel for each setting and measure, with a row for each configuration.
+    """Draws a panel for each setting and each measure, with a row for each configuration.
 
+    A setting is the cluster, model, batch and so on, and a measure is a quantity such as step time (:class:`Measure`).
     A row shows the configuration's value of the measure as a bar or point, its interval as a line, and each raw value
-    as a dot.  The panels of one setting are side by side.  The panels of one measure are above one another, and their
-    x axes have the same limits.
+    as a dot.  The panels of one setting are side by side.  The panels of one measure are above one another, and their x
+    axes have the same limits.
     At most :data:`_MOST_SETTINGS` settings are drawn, the first ones.
     """
 
@@ -142,7 +148,7 @@ class Rows:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the caption's sentences on the measures, and on settings that are not drawn."""
+        """Return the caption's sentences on the measures, on dots and strokes, and on settings that are not drawn."""
         shown = _measured(self.measures, data)
         text = f"{_definitions(shown)} Each dot is {_dots(shown)}{_strokes(shown, 'strokes ( | )')}."
         count = data["setting"].nunique() if "setting" in data else 0
@@ -152,9 +158,9 @@ class Rows:
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
-    """Draw one measure of all rows into a panel.
+    """Draw one measure (a quantity such as step time) into a panel, with a row for each configuration.
 
-    ``rows`` are the raw values of each row, and ``looks`` the looks of the rows' configurations.
+    ``rows`` are the raw values of each configuration, and ``looks`` the colours and markers of the configurations.
     """
     places, column = np.arange(len(rows)), measure.column
     ends = pd.DataFrame([measure.interval(group) for group in rows])
@@ -181,10 +187,11 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Draws a line over ``x`` for each configuration, or for each value of another column (``lines``).
+    """Draws measures over the column ``x``, with a line for each configuration or for each value of column ``lines``.
 
-    There is a panel for each measure and each value of the table's column ``panel``.  With several measures, each
-    measure has a row of panels.  With a single measure, its panels are in rows of at most :data:`_COLUMNS`.
+    A measure is a quantity such as step time (:class:`Measure`).  There is a panel for each measure and each value of
+    the table's column ``panel``.  With several measures, each measure has a row of panels.  With a single measure, its
+    panels are in rows of at most :data:`_COLUMNS`.
     """
 
     x: str  # column of the x axis
@@ -264,7 +271,7 @@ class Lines:
             axes.log_ticks(ax, "y")
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the caption's sentences on the measures."""
+        """Return the caption's sentences that define the measures, and that say what markers, dots and bands show."""
         shown = _measured(self.measures, data)
         raw = (
             "bands reach from the lowest to the highest value"
@@ -276,9 +283,10 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Draws a stacked bar for each configuration, and totals as marks on the bar.
+    """Draws a stacked bar for each configuration, and marks on the bar that show totals from other sources.
 
-    In the table, rows whose ``kind`` is "bar" are the parts of a bar; rows of other kinds are totals.
+    In the table, rows whose ``kind`` is "bar" are the parts of a bar.  Rows of another kind, such as "predicted", are
+    totals.
     """
 
     value: str  # column with the lengths of parts and the positions of totals
@@ -343,7 +351,8 @@ class Stacked:
 class Front:
     """Draws a point for each configuration, and the Pareto front of these points.
 
-    A point's x is the configuration's median in column ``x``, and its y the configuration's value of the measure.
+    A point's x is the configuration's median in column ``x``.  Its y is the configuration's value of a measure, such as
+    the error (:class:`Measure`).
     """
 
     x: str  # column of the x axis
@@ -416,8 +425,8 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 class Lanes:
     """Draws a traced step as a timeline, with one bar for each span of time.
 
-    Spans of the same kind of work, such as computation or waiting, form a lane; each lane has a row of its own.
-    There is a panel for each value of the table's column ``panel``.
+    Spans of the same kind of work, such as computation or waiting, are drawn in one row, which is called a lane.  There
+    is a panel for each value of the table's column ``panel``.
     """
 
     lanes: tuple[str, ...]  # names of the lanes, from top to bottom
@@ -442,5 +451,5 @@ class Lanes:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the caption's sentence on the panels: the clauses in the table's column ``summary``."""
+        """Return the caption's sentence: the texts in the table's column ``summary``, separated by semicolons."""
         return f"{'; '.join(data['summary'].unique())}."

@@ -28,10 +28,10 @@ def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
-    """Return a short title for each setting, by the setting's hash.
+    """Return a short title for each setting (cluster, model, batch and so on), by the setting's hash.
 
-    A title lists those parts of the setting's description that another setting of the table does not have.  It is empty
-    if the table has a single setting.
+    The table has a description of each setting, such as ``2x2 ranks, 50 Mbit/s``.  A title lists those parts of the
+    description that not all settings of the table share.  It is empty if the table has a single setting.
     """
     where = data.drop_duplicates("setting").set_index("setting")["where"]
     titles = common_and_rest(where)[1]
@@ -39,19 +39,19 @@ def titles_of(data: pd.DataFrame) -> dict[str, str]:
 
 
 def common_to(data: pd.DataFrame) -> str:
-    """Return a caption's sentence on what all settings have in common: ``Common setting: 2x2 ranks.``
+    """Return a caption's sentence on what all settings of the table have in common: ``Common setting: 2x2 ranks.``
 
-    The text is empty if they have nothing in common.
+    The text is empty if the settings have nothing in common.
     """
     common = common_and_rest(data["where"].unique())[0]
     return f"Common setting: {', '.join(common)}." if common else ""
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names of libraries' strategies as a sentence prints them.
+    """Return names for strategies of libraries such as FSDP2, as a sentence prints them.
 
-    ``some`` are the strategies to name, all of them strategies of libraries such as FSDP2.  ``shown`` are the
-    strategies that the figure shows.  For each library, there are two cases:
+    ``some`` are the strategies to name, and ``shown`` all strategies that the figure shows.  For each library, there
+    are two cases:
 
     * The figure shows several strategies of the library, and ``some`` has all of them.  The library's name stands for
       these strategies.
@@ -114,17 +114,20 @@ def configurations(data: pd.DataFrame) -> list[str]:
 
 
 def by_configuration(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return (configuration, its rows) for each configuration, in the order of :func:`configurations`."""
+    """Return a pair (name, rows) for each configuration of a table, in the order of :func:`configurations`."""
     return [(name, data[data["configuration"] == name]) for name in configurations(data)]
 
 
 def by_setting(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return (title, rows) for each setting; the title tells it from the other settings (:func:`titles_of`)."""
+    """Return a pair (title, rows) for each setting (cluster, model, batch and so on) of a table.
+
+    The title says how the setting differs from the table's other settings (:func:`titles_of`).
+    """
     return [(title, data[data["setting"] == setting]) for setting, title in titles_of(data).items()]
 
 
 def by_setting_and_configuration(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
-    """Return (name, configuration, rows) for each configuration in each setting.
+    """Return (name, configuration, rows) for each configuration in each setting (cluster, model, batch and so on).
 
     The name is the configuration's name, followed by the short title of the setting if there are several settings.
     """

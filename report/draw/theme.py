@@ -36,7 +36,7 @@ _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The look of a configuration in figures."""
+    """How a configuration looks in figures: its colour, its marker, and the dashes of its line."""
 
     colour: str = "#bbbbbb"
     marker: str = "o"  # as matplotlib names it
@@ -66,7 +66,7 @@ class Style:
 
 
 def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """Return a look for each configuration, by name, from pairs (strategy, configuration).
+    """Return a look (colour, marker and dashes) for each configuration, by name, from pairs (strategy, configuration).
 
     The first configuration of a strategy has the strategy's colour and marker.  The strategy's other configurations
     take other shades of the colour, other markers and other dashes in turn.  Shades and dashes repeat after a few
@@ -96,9 +96,9 @@ def of_parts(parts: Sequence[str]) -> dict[str, str]:
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Return a look for each line, by name, for figures whose lines are not configurations.
+    """Return a look (colour, marker and dashes) for each name, for lines that are not configurations.
 
-    The colours go from dark for the first name to light for the last.
+    The colours go from dark for the first name to light for the last; marker and dashes are the same for all lines.
     """
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}

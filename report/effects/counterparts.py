@@ -35,7 +35,10 @@ FEWEST_FIELDS: Final = 2
 
 
 class Counterparts(NamedTuple):
-    """A suite's records, with some configurations compared with counterparts instead of with the suite's baseline."""
+    """A suite's records in which some configurations are compared with a counterpart, which replaces the baseline.
+
+    A counterpart is another configuration of the same suite (:mod:`report.effects.counterparts`).
+    """
 
     # For :func:`one_field`, the field in which each configuration differs from its counterpart.  For :func:`of_preset`,
     # the strategy that is the counterpart of all.
@@ -44,13 +47,12 @@ class Counterparts(NamedTuple):
 
 
 def one_field(derived: Derived) -> Counterparts | None:
-    """Compare configurations with counterparts from which they differ in a single field of the policy.
+    """Compare configurations with counterparts, each of which differs in a single field of the policy.
 
-    A configuration's counterpart for a field that it changes is the configuration that does not change this field, and
-    is equal in all else: setting, strategy, training fields and other changes.  For example, the counterpart of
-    ``ZeRO++ (g int8:64, feedback loco)`` for field ``feedback`` is ``ZeRO++ (g int8:64)``.  The function chooses the
-    field for which the most configurations have a counterpart.  Configurations with a control, which is a deliberate
-    fault, are ignored.
+    Let a configuration change a field.  Its counterpart for this field does not change the field, and is equal in all
+    else: setting, strategy, training fields and other changes.  For example, the counterpart of ``ZeRO++ (g int8:64,
+    feedback loco)`` for field ``feedback`` is ``ZeRO++ (g int8:64)``.  The function chooses the field for which the
+    most configurations have a counterpart.  Configurations with a control, which is a deliberate fault, are ignored.
 
     Returns:
         The suite's records, in which each configuration with a counterpart for the chosen field is compared with this
@@ -119,7 +121,7 @@ def of_preset(derived: Derived) -> Counterparts | None:
 
 
 def with_policies(derived: Derived) -> dict[Key, Trial]:
-    """Return one trial of each configuration in each setting, by (setting, configuration).
+    """Return one trial of each configuration in each setting (cluster, model, batch), by (setting, configuration).
 
     Configurations with a control (a fault made on purpose) are left out.  So are the configurations of libraries such
     as DDP, which have no policy.
@@ -145,9 +147,9 @@ def own_fields(trial: Trial) -> dict[str, str]:
 def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
     """Return a copy of the records in which some configurations are compared with counterparts instead of baselines.
 
-    The keys (setting, configuration) of ``counterparts`` are the configurations to compare, and its values the names of
-    their counterparts in the same setting.  In the copy, the configurations to compare have the role ``contrast``,
-    their counterparts the role ``baseline``, and all other configurations no role.
+    The keys (setting, configuration) of ``counterparts`` are the configurations to compare.  Its values are the names
+    of their counterparts, which are other configurations in the same setting.  In the copy, the configurations to
+    compare have the role ``contrast``, their counterparts the role ``baseline``, and all other configurations no role.
     """
     bases = {(setting, name) for (setting, _), name in counterparts.items()}
     frames, table = copy.copy(derived.frames), derived.finished
@@ -162,8 +164,9 @@ def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
 def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
     """Return text that identifies a configuration in a setting: equal configurations give equal texts.
 
-    The configuration has the strategy, the DeepSpeed configuration and the fields of training (such as clipping) of
-    ``trial``.  Its policy is the preset of this strategy with ``changes``; the policy of ``trial`` is ignored.
+    The text is made from the hash ``setting``, from ``changes``, and from some fields of ``trial``: the strategy, the
+    DeepSpeed configuration and the fields of training, such as clipping.  ``changes`` are the fields in which the
+    configuration's policy differs from its strategy without changes; the policy of ``trial`` itself is ignored.
     """
     fields = trial.canonical()
     others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]

@@ -42,7 +42,10 @@ _OF_LOSSES: Final[dict[str, Verdict]] = {"beyond the margin": "worse", "within t
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The comparison of one configuration with its baseline, in one quantity (such as step time) and one setting."""
+    """The comparison of one configuration with its baseline, in one quantity (such as step time) and one setting.
+
+    A setting is what a trial runs in: cluster, model, batch and so on.
+    """
 
     # The change from the baseline.  It is a ratio, the configuration's value over the baseline's value, or for losses
     # a difference, the configuration's loss minus the baseline's loss.  If the quantity is counted, both ends of the
@@ -62,7 +65,7 @@ class Effect:
     def significant(self) -> bool:
         """Whether the interval of the change excludes "no difference".
 
-        It is False if there is no interval, or if the verdict is inconclusive for another reason (``why``).
+        False if there is no interval, or if there is a reason against a verdict (``why``).
         """
         return not self.why and self.change.known and not self.change.contains(self.equal)
 
@@ -73,9 +76,10 @@ class Effect:
 
     @property
     def size(self) -> float:
-        """Absolute size of the change, by which effects are ranked: in nats, or as the logarithm of a ratio.
+        """Absolute size of the change, by which effects are ranked.
 
-        It is -1 if nothing was measured.
+        For losses it is in nats; for other quantities it is the logarithm of the ratio, infinite for a ratio of 0.  It
+        is -1 if nothing was measured.
         """
         estimate = self.change.estimate
         if math.isnan(estimate):
@@ -86,7 +90,9 @@ class Effect:
 def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
     """Return the verdict on a ratio: a configuration's value over its baseline's value.
 
-    ``more_is_better`` says whether a ratio above 1 is an improvement.
+    ``more_is_better`` says whether a ratio above 1 is an improvement.  If the interval of ``change`` excludes 1, the
+    verdict is ``better`` or ``worse``; if it contains 1, ``not significant``.  Without an interval the verdict is
+    ``inconclusive``, and without a ratio (NaN) it is ``not measured``.
     """
     if math.isnan(change.estimate):
         return "not measured"
@@ -103,7 +109,11 @@ def counted(value: float) -> Interval:
 
 
 def speeds(derived: Derived) -> dict[Key, Effect]:
-    """Return the speed-up of each configuration in each setting: of a step or, for decoding, of tokens per second."""
+    """Return how many times as fast as its baseline each configuration is, by (setting, configuration).
+
+    For training, this is the speed-up of a step; for decoding, the ratio of tokens per second.  Baselines, and
+    configurations without a baseline's trial under the same conditions, are left out.
+    """
     effects: dict[Key, Effect] = {}
     for table, ratio_of in ((derived.generations, decoding.speedup), (derived.pairs, speedups.speedup)):
         for key, rows in groups(table[table["id"] != table["baseline"].fillna(table["id"])], _BY_KEY):
@@ -117,9 +127,9 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 def sent(derived: Derived) -> dict[Key, Effect]:
     """Return the ratio of each configuration's bytes between nodes to its baseline's bytes.
 
-    For training, the bytes are those of a step.  The ranks' ledgers count them.  If the configuration or the baseline
-    has no ledgers, the counts of the nodes' network interfaces are used for both.  For decoding, the bytes are those of
-    one token after the first, and the ledgers count them.
+    Keys are (setting, configuration).  For training, the bytes are those of a step, as the ranks counted them when
+    sending (in their ledgers).  If the configuration or the baseline has no ledgers, the counts of the nodes' network
+    interfaces are used for both.  For decoding, the bytes are those of one token after the first, by the ledgers.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -140,11 +150,12 @@ def sent(derived: Derived) -> dict[Key, Effect]:
 
 
 def errors(derived: Derived) -> dict[Key, Effect]:
-    """Return the error of each configuration's gradients, from end to end (vNMSE), and its ratio to the baseline's.
+    """Return the error of each configuration's reduced gradients, and its ratio to the baseline's error.
 
-    A trial's error is the median over its measured steps, and the ratio is over pairs of trials.  Suites measure errors
-    only in the first repeat of each seed, since other repeats would give the same errors.  If a configuration's error
-    was measured in a single trial, the verdict is ``one value``: the steps of a trial are not independent samples.
+    The error is the vNMSE from end to end (sum of squared errors over sum of squares).  A trial's error is the median
+    over its measured steps, and the ratio is over pairs of trials.  Suites measure errors only in the first repeat of
+    each seed, since other repeats would give the same errors.  If a configuration's error was measured in a single
+    trial, the verdict is ``one value``: the steps of a trial are not independent samples.
     """
     rows, trials = derived.sent_errors, derived.trials
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
@@ -168,8 +179,9 @@ def errors(derived: Derived) -> dict[Key, Effect]:
 def losses(derived: Derived) -> dict[Key, Effect]:
     """Return the difference of each configuration's final validation loss from its baseline's, in nats.
 
-    :mod:`report.effects.loss_verdicts` gives the verdicts.  If a seed of a configuration failed or ended with a loss
-    that is not finite, the configuration's verdict is inconclusive, because its other seeds are not a fair sample.
+    Keys are (setting, configuration).  :mod:`report.effects.loss_verdicts` gives the verdicts.  If a seed of a
+    configuration failed or ended with a loss that is not finite, the configuration's verdict is inconclusive, because
+    its other seeds are not a fair sample.
     """
     failures, trials = derived.frames.failures, derived.trials
     without = trials[trials["validation_loss"].isna() & trials["validation_step"].notna()]
@@ -233,8 +245,9 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 def memory(derived: Derived) -> dict[Key, Effect]:
     """Return the memory in MiB that each configuration takes on the device, by our engine's count.
 
-    A trial's memory is that of the rank that holds the most, and the value is the median over trials.  DDP, FSDP2 and
-    DeepSpeed are left out, because the count of a library's memory lacks gathered weights and local gradients.
+    Keys are (setting, configuration).  A trial's memory is that of the rank that holds the most, and the value is the
+    median over trials.  DDP, FSDP2 and DeepSpeed are left out, because the count of a library's memory lacks gathered
+    weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
@@ -247,9 +260,10 @@ def memory(derived: Derived) -> dict[Key, Effect]:
 
 
 def largest_models(derived: Derived) -> dict[Key, Effect]:
-    """Return the size of the largest model that each configuration trained within a limit, in millions of parameters.
+    """Return the size of the largest model that each configuration trained within a memory limit.
 
-    The size is 0 if no model trained.  Keys are (limit, configuration), with limits such as ``64 MiB a rank``.
+    The size is in millions of parameters; it is 0 if no model trained.  Keys are (limit, configuration), with limits
+    such as ``64 MiB a rank``.
     """
     rows = bytes_and_memory.under_limits(derived)
     sizes: dict[Any, float] = {
@@ -289,7 +303,10 @@ def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
 
 
 def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
-    """Return, by the hash of each setting, the names of the setting's baselines; usually there is one."""
+    """Return the names of each setting's baselines, by the setting's hash; usually there is one baseline.
+
+    A setting is the cluster, model, batch and so on of trials that may be compared.
+    """
     rows = derived.finished[is_baseline(derived.finished)]
     return {
         str(setting): tuple(map(str, group["configuration"].unique()))
@@ -298,10 +315,10 @@ def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
 
 
 def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
-    """Return, by (setting, configuration), the names of the baselines with which the configuration is compared.
+    """Return the names of the baselines with which each configuration is compared, by (setting, configuration).
 
-    In a setting with several baselines, a configuration is compared with the baseline that column ``beside`` of
-    ``Frames.finished`` names.  In a setting without a baseline, the tuple of names is empty.
+    In a setting (cluster, model, batch and so on) with several baselines, a configuration is compared with the baseline
+    that column ``beside`` of ``Frames.finished`` names.  In a setting without a baseline, the tuple of names is empty.
     """
     bases, found = baselines(derived), {}
     for (setting, name, nearest), _ in groups(derived.finished, [*_BY_KEY, "beside"]):
@@ -317,9 +334,9 @@ def all_baselines(derived: Derived) -> list[str]:
 def needed(change: Interval, equal: float) -> int:
     """Return how many pairs would be needed for a significant change, if the change and its spread stay the same.
 
-    The change is significant if its interval excludes ``equal``, the value that means "no difference".  If the change
-    was measured at several occasions, occasions are counted instead of pairs.  The result is at least 6 and at most
-    :data:`MOST_NEEDED`.
+    A change is significant if its interval excludes ``equal``, the value that means "no difference".  If the change was
+    measured at several occasions (starts of the machine, or runs more than an hour apart), occasions are counted
+    instead of pairs.  The result is at least 6 and at most :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)
@@ -335,10 +352,10 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """Return the effect on a quantity of which less is better, such as bytes.
+    """Return the effect (a comparison with the baseline) on a quantity of which less is better, such as bytes.
 
-    ``change`` is the configuration's value over the baseline's value, and ``value`` the configuration's value; None if
-    only the ratio is known.
+    ``change`` is the configuration's value over the baseline's value.  ``value`` is the configuration's value, or None
+    if only the ratio is known.
     """
     return Effect(change, verdict_on(change, more_is_better=False), change if value is None else value)
 
@@ -347,7 +364,7 @@ def _over_baselines(
     values: Mapping[Key, float], bases: Mapping[Key, tuple[str, ...]], *, same: float = 0.0,
     more_is_better: bool = False,
 ) -> dict[Key, Effect]:  # fmt: skip
-    """Return an effect for each counted value: its ratio to the value of the baseline.
+    """Return an effect for each exactly counted value: its ratio to the value of the baseline, with a verdict.
 
     Args:
         values: Values by (setting, configuration).

@@ -20,9 +20,9 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 @dataclass(frozen=True, slots=True)
 class EqualLoss:
-    """The numbers of steps after which a configuration and its baseline reach the same loss.
+    """The numbers of training steps after which a configuration and its baseline reach the same loss.
 
-    Losses are means over the seeds that both have.
+    All losses are means over the seeds with which both were trained.
     """
 
     # The baseline's number of steps over the configuration's number of steps; NaN if ``why`` gives a reason.
@@ -45,13 +45,13 @@ class EqualLoss:
 def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     """Compare the numbers of steps that a configuration and its baseline need to reach the same loss.
 
-    Configuration and baseline each have a curve of the validation loss over steps, which is the mean over the seeds
-    that both have.  The loss to be reached is the higher of the two final losses.  Both curves reach this loss, so that
-    nothing is extrapolated.
+    Configuration and baseline each have a curve: the validation loss over steps, as the mean over the seeds that both
+    have.  The loss to be reached is the higher of the two final losses.  Both curves reach this loss, so that nothing
+    is extrapolated.
 
-    The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
-    follows from another interval: that of the difference of the final losses, which are compared seed by seed.  For
-    example, let the difference have the interval 0.01 to 0.03 nats.  Then the lower end of the ratio's interval is the
+    The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  The interval of
+    the ratio follows from the interval of the difference of the final losses, which are compared seed by seed.  For
+    example, let the interval of the difference be 0.01 to 0.03 nats.  Then the lower end of the ratio's interval is the
     ratio that follows from a difference of 0.03 nats, and the upper end is the ratio that follows from 0.01 nats.  If
     either end cannot be computed, the ratio has no interval.
 

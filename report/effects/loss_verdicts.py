@@ -44,8 +44,8 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 def losses(derived: Derived) -> tuple[Row, ...]:
     """Return the comparison of final validation losses with the baseline, one row per configuration and setting.
 
-    Only trials with a final validation loss are used.  Besides the names of setting and configuration, a row has these
-    keys:
+    A setting is the cluster, model, batch and so on.  Only trials with a final validation loss are used.  Besides the
+    names of setting and configuration, a row has these keys:
 
     * ``loss``: mean final loss over ``seeds`` seeds, after ``steps`` training steps;
     * ``id`` and ``baseline``: ids of the records of the configuration and its baseline, joined by spaces;
@@ -53,7 +53,8 @@ def losses(derived: Derived) -> tuple[Row, ...]:
     * ``margin``: by how many nats the loss may be higher than the baseline's;
     * ``verdict``: whether the difference is within the margin (:func:`non_inferiority`).  With too few training steps
       for a verdict it is ``too short: ...``, and with too few seeds ``too few: ...``;
-    * ``power``: the power of the test that gives the verdict;
+    * ``power``: the probability that the test behind the verdict would find an equal configuration within the margin
+      (:func:`power`);
     * ``target``: the baseline's mean loss plus the margin;
     * ``reached``: the number of seeds that reach the target;
     * ``seconds``: the training seconds to the target, median over the trials that reach it and are not disturbed
@@ -75,10 +76,10 @@ def losses(derived: Derived) -> tuple[Row, ...]:
 
 
 def _beside(base: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
-    """Return the baseline's trials with which the configuration of ``group`` is compared.
+    """Return those trials of ``base`` with which the configuration of ``group`` is compared.
 
-    ``base`` are the trials of all baselines of the setting.  If there are several baselines, column ``beside`` of
-    ``group`` names one of them.
+    ``base`` are the trials of all baselines of one setting, and ``group`` the trials of one configuration in this
+    setting.  If there are several baselines, column ``beside`` of ``group`` names one of them.
     """
     beside = group["beside"].iloc[0]
     return base[base["configuration"].eq(beside)] if beside else base
@@ -148,14 +149,14 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
 def front(derived: Derived) -> pd.DataFrame:
     """Return a table that says which configurations lie on the Pareto front of bytes between nodes and loss.
 
-    There is one row per setting and configuration; in each setting, rows are in ascending order of the bytes, ``sent``.
-    Configurations with losses of fewer than 6 seeds are left out.  Settings in which fewer than
-    :data:`FEWEST_OF_FRONT` configurations remain are left out, too.
+    There is one row per setting (cluster, model, batch and so on) and configuration; in each setting, rows are in
+    ascending order of the bytes, ``sent``.  Configurations with losses of fewer than 6 seeds are left out.  Settings in
+    which fewer than :data:`FEWEST_OF_FRONT` configurations remain are left out, too.
     The rivals of a configuration are the other configurations of the setting that send at most as many bytes.  The
     configuration's losses are compared with each rival's losses, seed by seed.  Column ``front`` holds the result:
 
     * ``no``: at least one rival has a significantly lower loss.  Column ``beaten`` names the rival that beats the
-      configuration; if several rivals do, it names the one with the lowest loss.
+      configuration; if several rivals do, it names the rival with the lowest loss.
     * ``yes``: all rivals have significantly higher losses, or there are no rivals.
     * ``inconclusive``: all other cases.
     """
@@ -182,9 +183,10 @@ def front(derived: Derived) -> pd.DataFrame:
 
 
 def _verdict(difference: Interval, margin: float, steps: int) -> str:
-    """Return the verdict on a difference of losses (:func:`non_inferiority`).
+    """Return whether a difference of losses is within ``margin`` (nats), as a verdict (:func:`non_inferiority`).
 
-    If there are too few training steps or seeds for a verdict, return text that says so: ``too few: 3 seeds of 6``.
+    ``difference`` is a configuration's loss minus its baseline's loss, after ``steps`` training steps.  If there are
+    too few training steps or seeds for a verdict, return text that says this, such as ``too few: 3 seeds of 6``.
     """
     if steps < LEAST_STEPS:
         return f"too short: {steps} steps of {LEAST_STEPS}"
@@ -216,12 +218,12 @@ def power(difference: Interval, margin: float) -> float:
 def non_inferiority(difference: Interval, margin: float) -> str:
     """Return the verdict on a difference: a configuration's loss minus its baseline's loss.
 
-    ``margin`` is the non-inferiority margin: by how many nats the configuration's loss may be higher.  The first
-    verdict that applies is returned:
+    ``margin`` is the non-inferiority margin: by how many nats the configuration's loss may be higher than the
+    baseline's.  The first verdict that applies is returned:
 
     * ``beyond the margin``: the interval of the difference lies above the margin.
-    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`.  With so little power, even a
-      configuration that is equal to the baseline would too rarely get the verdict ``within the margin``.
+    * ``no power``: there is no interval, or the power (:func:`power`) is below :data:`ENOUGH_POWER`.  With so little
+      power, even a configuration that is equal to the baseline would too rarely get the verdict ``within the margin``.
     * ``within the margin``: the interval lies below the margin.
     * ``inconclusive``: the margin lies inside the interval.
 
@@ -285,11 +287,12 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
     """Return how many times as fast a configuration reaches a target loss as its baseline, with the interval.
 
-    A pair is a trial of the configuration and a trial of the baseline with the same seed and occasion.  Its ratio is
-    the baseline's training seconds to the target over the configuration's (:func:`_seconds_to`).  The result is a
-    geometric mean of the ratios.  Disturbed pairs are left out; if all pairs are disturbed, all are kept
+    ``seconds`` and ``base_seconds`` are rows of :func:`_seconds_to`.  A pair is a trial of the configuration and a
+    trial of the baseline with the same seed and occasion (a start of the machine, or a run more than an hour apart).
+    The ratio of a pair is the baseline's training seconds to the target over the configuration's seconds.  The result
+    is a geometric mean of the ratios.  Disturbed pairs are left out; if all pairs are disturbed, all are kept
     (:func:`~report.data.speedups.undisturbed`).  One interval is computed over occasions and another one over seeds;
-    the wider of the two is returned.
+    the wider interval is returned.
 
     The result is NaN in each of these cases:
 

@@ -36,7 +36,11 @@ _FEWEST_DECIMALS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class NetSpeed:
-    """The net speed-up of a configuration over its baseline, computed from the step times of one source and setting."""
+    """The net speed-up of a configuration over its baseline, computed from the step times of one source and setting.
+
+    A net speed-up says how many times as fast the configuration reaches the baseline's final loss, in training seconds.
+    A source is a suite's records or a model of a machine; a setting is the cluster, model, batch and so on.
+    """
 
     row: Row  # the configuration's row of :func:`report.effects.loss_verdicts.losses`
     equal: EqualLoss
@@ -57,7 +61,8 @@ class NetSpeed:
     def net(self) -> Interval:
         """How many times as fast as its baseline the configuration reaches the baseline's final loss.
 
-        NaN if the configuration does not reach this loss.
+        NaN if the configuration does not reach this loss, or if the seconds of a step or the numbers of steps are
+        unknown.
         """
         return self.at_both if self.equal.reached else NONE
 
@@ -66,9 +71,11 @@ class NetSpeed:
 def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
     """Return the net speed-ups of all configurations whose loss is compared with a baseline's.
 
+    A net speed-up says how many times as fast a configuration reaches the baseline's final loss, in training seconds.
     The seconds of a configuration's step may be known from several sources (records of suites, or a model of a machine)
-    and in several settings of a source.  The result has one entry for each configuration, source and setting.  A
-    configuration whose seconds no source has gets one entry, whose ``step`` is None.
+    and in several settings (such as link rates) of a source.  The result has one entry for each configuration, source
+    and setting.  If no source has the seconds of a configuration's step, the configuration has one entry, whose
+    ``step`` is None.
     Configurations that trained for fewer than :data:`LEAST_STEPS` steps are left out, since their losses hardly depend
     on the policy.
     """
@@ -83,9 +90,10 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
 def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
     """Return the net speed-ups of one configuration over the trials ``base``, given by their ids.
 
-    There is one entry for each source of the seconds of a step and each setting of the source.  If no source has the
-    seconds, there is a single entry, whose ``step`` is None.  ``row`` is the configuration's row of
-    :func:`report.effects.loss_verdicts.losses`.
+    A net speed-up says how many times as fast the configuration reaches the final loss of the other trials, in training
+    seconds.  There is one entry for each source of the seconds of a step (records of a suite, or a model of a machine)
+    and each setting of the source.  If no source has the seconds, there is a single entry, whose ``step`` is None.
+    ``row`` is the configuration's row of :func:`report.effects.loss_verdicts.losses`.
     """
     own = row["id"].split()
     equal = equal_loss(_curves(derived, own), _curves(derived, base))
@@ -94,11 +102,12 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return the net speed-up of each configuration for the table of verdicts, by (setting, configuration).
+    """Return the net speed-up that the table of verdicts prints for each configuration, by (setting, configuration).
 
-    The net speed-up is computed from the first source that has the seconds of the configuration's step.  If this source
-    has them in several settings, the configuration is left out, because the settings may give different net speed-ups.
-    A configuration is also left out if no source has its seconds.
+    A net speed-up says how many times as fast a configuration reaches its baseline's final loss, in training seconds.
+    It is computed from the first source (records of a suite, or a model of a machine) that has the seconds of the
+    configuration's step.  If this source has the seconds in several settings, the configuration is left out, because
+    the settings may give different net speed-ups.  A configuration is also left out if no source has its seconds.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):
@@ -120,8 +129,8 @@ def in_words(equal: EqualLoss) -> str:
 def cell(each: NetSpeed) -> str:
     """Return the text of a cell for a configuration that does not reach its baseline's final loss.
 
-    It is the text of :func:`in_words`, followed by the net speed-up to the higher loss, if that is known:
-    ``not reached: 1.705 against 1.683; 1.05 ± 0.04 at 1.705``.
+    It is the text of :func:`in_words`.  If the net speed-up to the higher of the two final losses is known, this number
+    follows: ``not reached: 1.705 against 1.683; 1.05 ± 0.04 at 1.705``.
     """
     text = in_words(each.equal)
     if math.isnan(each.at_both.estimate):
@@ -139,7 +148,7 @@ def _final_losses(equal: EqualLoss) -> tuple[str, str]:
 
 
 def sources(derived: Derived) -> str:
-    """Return text that says where the net speed-ups in the table of verdicts take the seconds of a step from.
+    """Return text that names the sources of the step times from which the table of verdicts computes net speed-ups.
 
     For example, ``this suite's own records``.
     """
@@ -148,15 +157,18 @@ def sources(derived: Derived) -> str:
 
 
 def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
-    """Return, for each net speed-up in the table of verdicts, the speed-up of a step from which it is computed."""
+    """Return the speed-up of a step that is behind each net speed-up in the table of verdicts.
+
+    A net speed-up is this speed-up times a ratio of numbers of steps.
+    """
     return tuple(each.step.speedup for each in foremost(derived).values() if each.step is not None)
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Return whether the first source has the seconds of a configuration's step in one setting only.
+    """Return whether the first source of step times has a configuration's step in one setting only.
 
-    ``rows`` are all net speed-ups of the configuration: one for each source and each of the source's settings, in the
-    order of the sources.
+    ``rows`` are all net speed-ups of the configuration: one for each source (such as a suite's records) and each of the
+    source's settings (such as link rates), in the order of the sources.
     """
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1

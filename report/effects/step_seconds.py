@@ -1,6 +1,7 @@
 """Computes speed-ups of steps from a suite's records, from another suite's records, or from a model of a machine.
 
-A trial of another suite gives the seconds of a configuration's step if both of these conditions hold:
+Net speed-ups (:mod:`report.effects.net_speed`) are computed from these speed-ups.  A trial of another suite gives the
+seconds of a configuration's step if both of these conditions hold:
 
 * The trial does the same work (model, batch, ranks) with the same policy.
 * The trial ran on one node, or the link between its nodes was a real network or had a limited rate.
@@ -42,7 +43,10 @@ _REAL: Final = ("real", "shaped")  # kinds of links between hosts
 
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
-    """The speed-up of a configuration's step over its baseline's step, by one source of seconds in one setting."""
+    """The speed-up of a configuration's step over its baseline's step, from one source of step times in one setting.
+
+    A source is a suite's records or a model of a machine; a setting is the cluster, model, batch and so on.
+    """
 
     speedup: Interval
     seconds: float  # seconds of the configuration's step
@@ -57,13 +61,13 @@ class StepSpeed:
 
 
 def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-ups of a step of trial ``own`` over a step of trial ``base``, from each source of seconds.
+    """Return how many times as fast as a step of trial ``base`` a step of trial ``own`` is, by each source of times.
 
     ``own`` and ``base`` are ids of trials.  The sources are ``derived.sources``, in this order, and then the suite's
-    own records.  A source gives one speed-up for each setting in which it has the seconds of both steps, and none if
-    there is no such setting.
+    own records.  A source gives one speed-up for each setting (such as a link rate) in which it has the seconds of both
+    steps, and none if there is no such setting.
     From the suite's own records, the speed-up is that of the setting of ``own`` and ``base``.  If this setting gives
-    none, the suite's other settings with the same work are used.
+    none, the suite's other settings with the same work (model, batch, ranks) are used.
     """
     trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
     found = list[StepSpeed]()
@@ -76,9 +80,9 @@ def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def unmatched(derived: Derived, source: StepSource) -> str:
-    """Return a clause that says why a source has no seconds of any configuration of the suite.
+    """Return a clause that says why a source of step times has no seconds for any configuration of the suite.
 
-    The clause is empty if the source has seconds of at least one configuration.
+    ``derived`` are the suite's records.  The clause is empty if the source has seconds for at least one configuration.
     """
     if source.missing or source.derived is None:
         return source.missing
@@ -141,9 +145,10 @@ def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
 
 
 def _of_suite(frames: Frames, results: Path) -> Iterator[StepSource]:
-    """Yield the source that the suite file of the latest run names with its key ``seconds``, if it names one.
+    """Yield the source of step times that the suite file names with its key ``seconds``; nothing without this key.
 
-    If the records of the named suite are not found, the source says so (``missing``).
+    The source is another suite's records.  The key is read from the suite file of the latest run in the folder
+    ``results``.  If the records of the other suite are not found, the source says so (``missing``).
     """
     if frames.run is not None and (name := seconds_key.named(results, frames.run)):
         path = seconds_key.beside(results, name)
@@ -154,7 +159,7 @@ def _of_suite(frames: Frames, results: Path) -> Iterator[StepSource]:
 
 
 def read_source(path: Path) -> StepSource:
-    """Return the records of a results folder, or of an archive of one, as a source of seconds."""
+    """Return the records of a results folder, or of the archive of a results folder, as a source of step times."""
     name = path.name.removesuffix(archive.SUFFIX)
     if path.is_dir():
         return StepSource(name, derive(load(path)))
@@ -189,11 +194,11 @@ def _fields(trial: Trial) -> dict[str, Any]:
 
 
 def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up of a configuration over its baseline in one setting, from the suite's own records.
+    """Return the speed-up of a step over the baseline's step in one setting, from the suite's own records.
 
-    ``own`` and ``base`` are ids of trials of the configuration and the baseline in this setting.  The result is a list
-    of one.  It is empty if the seconds of this setting must not be used (``shaped`` in :func:`_known`), or if no pairs
-    of trials can be formed.
+    ``own`` and ``base`` are ids of trials of the configuration and the baseline in this setting (cluster, model, batch
+    and so on).  The result is a list of one.  It is empty if the seconds of this setting must not be used (``shaped``
+    in :func:`_known`), or if no pairs of trials can be formed.
     """
     known = _known(derived).set_index("id")
     first = known.loc[own]
@@ -208,8 +213,8 @@ def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
     """Return the speed-ups of a configuration's step over its baseline's step, from the records ``source``.
 
-    There is one speed-up for each setting of these records that meets two conditions: the configuration and its
-    baseline both ran in this setting, and their work (model, batch, ranks) was that of ``trial``.
+    There is one speed-up for each setting (such as a link rate) of these records that meets two conditions: the
+    configuration and its baseline both ran in this setting, and their work (model, batch, ranks) was that of ``trial``.
 
     Args:
         source: The records.
@@ -243,11 +248,11 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
     """Return the speed-up of trial ``own`` over trial ``base`` that a machine's model of steps predicts, in a list.
 
     The list is empty if the model cannot predict the step of one of the trials.
-    A calibration measures steps on the machine, and the model is fitted to these measurements.  A machine file may have
-    several fits.  The estimate is from the first fit, and the interval covers the speed-ups from all fits.
-    The file may also give the spread of the fitted model's errors.  Then the interval is widened by two standard
-    deviations of the ratio's error; the errors of the two steps are taken as independent.  If there is one fit, and the
-    file gives no spread, both ends of the interval equal the estimate.
+    The model is fitted to steps that a calibration measured on the machine.  ``source.machine`` may have several fits.
+    The estimate is from the first fit, and the interval covers the speed-ups from all fits.
+    The machine's file may also give the spread of the fitted model's errors.  Then the interval is widened by two
+    standard deviations of the ratio's error; the errors of the two steps are taken as independent.  If there is one
+    fit, and the file gives no spread, both ends of the interval equal the estimate.
     """
     machine = source.machine
     assert machine is not None  # noqa: S101  # the caller has looked
@@ -271,9 +276,10 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
 
 
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
-    """Return the predicted time of a trial's step on the source's machine, from the units and bytes of its record.
+    """Return the predicted time of a trial's step on the machine ``source.machine``.
 
-    Returns None in each of these cases:
+    The prediction is computed from the units (parameters that are sent together) and the bytes in the trial's record.
+    ``identity`` is the trial's id.  Returns None in each of these cases:
 
     * DDP, FSDP2 or DeepSpeed trains the model.  This includes trials in which our collectives send the library's
       messages.

@@ -19,7 +19,10 @@ _PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 
 
 def _place(row: pd.Series) -> str:
-    """Return the title of a panel: ``2x2 ranks, gpt-small``, and the micro-batches of a step if it has several."""
+    """Return the title of a panel, such as ``2x2 ranks, gpt-small``.
+
+    ``row`` is a row of the figure's table.  If a step has several micro-batches, their number follows.
+    """
     place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
     return place + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
 
@@ -43,7 +46,10 @@ def _volume(derived: Derived) -> pd.DataFrame:
 
 
 def _m_in_words(data: pd.DataFrame) -> str:
-    """Return sentences of a caption that define M and give its size in MB for each panel."""
+    """Return sentences of a caption that define M, and give its size in MB for each panel.
+
+    M are the bytes that one all-gather of the whole model in 16 bits sends between nodes.
+    """
     m = data["m_bytes"] / data["accumulation"] / 1e6
     panels = data.groupby("panel", sort=False)
     sizes = "; ".join(f"{panel}: {m[rows.index[0]]:.2f} MB" for panel, rows in panels)
@@ -120,8 +126,9 @@ MEMORY: Final = Figure(
 def _largest(derived: Derived) -> pd.DataFrame:
     """Return one row for each trial that had a memory limit.
 
-    ``trained_millions`` is the size of the trial's model in millions of parameters; NaN if it exceeded the limit.
-    ``next_size_not_run`` is the smallest size with which the trial's configuration exceeded the limit, in millions.
+    ``trained_millions`` is the size of the trial's model in millions of parameters; NaN if the model exceeded the
+    limit.  ``next_size_not_run`` is the smallest size, in millions, with which the trial's configuration exceeded the
+    limit.
     """
     rows = bytes_and_memory.under_limits(derived)
     millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)

@@ -1,4 +1,4 @@
-"""Figures of losses, of the errors of messages, and of what sending fewer bytes costs in error, loss and time."""
+"""Figures of losses, of the errors of messages, and of what it costs in error, loss and time to send fewer bytes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Return the losses of the trials that have at least three validations, for panels over steps, seconds and bytes.
+    """Return validation losses during training, for panels over steps, over seconds and over bytes.
 
-    Each validation has three rows, one for each panel.  Column ``against`` holds the steps, the seconds or the bytes up
-    to this validation.  The rows of seconds are left out if no trial was timed, as with ranks that are threads.
+    Only trials with at least three validations have rows.  Each validation has three rows, one for each panel.  Column
+    ``against`` holds the steps, the seconds or the bytes up to this validation.  The rows of seconds are left out if no
+    trial was timed, as with ranks that are threads.
     """
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
@@ -149,11 +150,12 @@ FINAL_LOSS: Final = Figure(
 
 
 def _front(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial of the settings that have a Pareto front of bytes and losses.
+    """Return one row per trial of the settings for which a Pareto front of bytes and losses is known.
 
-    ``m`` are the bytes between nodes in a step, divided by the number of micro-batches and by M, the bytes of one
-    all-gather of the model in 16 bits.  ``excess`` is the loss minus the baseline's loss, in nats.  ``front`` says
-    whether the trial's configuration is on the front (:func:`report.effects.loss_verdicts.front`).
+    A setting is the cluster, model, batch and so on.  ``m`` are the bytes between nodes in a step, divided by the
+    number of micro-batches and by M, the bytes of one all-gather of the model in 16 bits.  ``excess`` is the loss minus
+    the baseline's loss, in nats.  ``front`` says whether the trial's configuration is on the front
+    (:func:`report.effects.loss_verdicts.front`).
     """
     known = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["setting"].isin(known["setting"])].dropna(
@@ -192,8 +194,9 @@ FRONTIER: Final = Figure(
 def _sent(derived: Derived) -> pd.DataFrame:
     """Return the errors (vNMSE) of the reduced gradients at each trial's last measured step.
 
-    Each hop has a row, with its error in column ``each_hop``.  A further row has the error from end to end, over all
-    hops together, in column ``end_to_end``.  Errors of 0 are left out.
+    A hop is one exchange of the reduction, such as the exchange inside nodes.  Each hop has a row, with its error in
+    column ``each_hop``.  Another row has the error from end to end, over all hops together, in column ``end_to_end``.
+    Errors of 0 are left out.
     """
     errors = derived.sent_errors
     last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1)])
@@ -233,13 +236,13 @@ SENT_ERROR: Final = Figure(
 def _costs(derived: Derived) -> pd.DataFrame:
     """Return one row for each trial of the configurations whose bytes and error are both known and above 0.
 
-    Often only the first repeat of a configuration measures errors.  Its further repeats have rows too, with NaN as
-    error, because their seconds count in the panel of seconds.  Settings in which fewer than :data:`_FEWEST`
-    configurations have rows are left out.  The columns are:
+    Often only the first repeat of a configuration measures errors.  The configuration's other repeats have rows too,
+    with NaN as error, because their seconds count in the panel of seconds.  Settings (cluster, model, batch and so on)
+    in which fewer than :data:`_FEWEST` configurations have rows are left out.  The columns are:
 
     * ``m``: the bytes between nodes in a step, divided by the number of micro-batches and by M, the bytes of one
       all-gather of the model in 16 bits;
-    * ``vnmse``: the largest error from end to end at the last measured step; NaN if the trial measured none, or 0.
+    * ``vnmse``: the largest error from end to end at the last measured step; NaN if the trial measured no error, or 0.
       Gradients and weights have such errors and, with hpZ, also the weights from hpZ's copy;
     * ``excess``: the loss minus the baseline's loss, in nats.
     """

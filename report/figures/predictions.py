@@ -1,4 +1,4 @@
-"""Compares measured steps with their predictions: seconds of a step over the seconds predicted before the trial ran."""
+"""Compares the measured seconds of a step with the seconds that were predicted before the trial ran."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS: Final = {
 def measured_over(derived: Derived) -> pd.DataFrame:
     """Return the trials whose step was predicted, with columns of measured seconds over predicted seconds.
 
-    There is one such column for each way of predicting, the keys of ``WAYS``:
+    There is one such column for each way of predicting (the keys of ``WAYS``):
 
     * ``over_predicted``: the prediction is that of the model of a step (:mod:`impl.plan.step_time`).
     * ``over_naive``: the prediction is the sum of the seconds of computation and of messages between nodes.
@@ -38,7 +38,9 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 
 
 def score(rows: pd.DataFrame) -> dict[str, float]:
-    """Return scores that say how close the predictions in ``rows`` are; ``rows`` are rows of :func:`measured_over`.
+    """Return scores that say how close predicted steps are to measured steps.
+
+    ``rows`` are rows of :func:`measured_over`.
 
     - ``settings``: the number of combinations of setting and configuration.
     - ``median``, ``ninth``: the median and the 90th percentile of the predictions' relative errors, over these
@@ -49,9 +51,9 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
     - ``pairs``: the number of pairs of configurations in one setting whose measured steps differ by more than the share
       :data:`APART`.
     - ``ordered``: the share of these pairs for which the faster configuration was predicted to be faster.
-    - ``regret``: by which share the step of the configuration that was predicted to be fastest is longer than the step
-      of the configuration that is fastest.  Both steps are measured: with 1.1 s and 1.0 s, the regret is 0.1.  The
-      value is the mean over the settings with several configurations.
+    - ``regret``: what is lost by choosing the configuration that was predicted to be fastest: by which share its
+      measured step is longer than the shortest measured step.  With 1.1 s and 1.0 s, the regret is 0.1.  The value is
+      the mean over the settings with several configurations.
     """
     by_setting = rows.groupby(["setting", "configuration"], as_index=False)[
         ["step_seconds", *WAYS.values()]

@@ -37,9 +37,10 @@ _SPEEDUP: Final = Measure(
 def _share(group: pd.DataFrame) -> Interval:
     """Return the median of the ratio "best possible step / step" over the trials of one configuration.
 
-    ``group`` are pairs of a trial and the baseline's trial.  Disturbed trials, during which other programs took much
-    processor time, are left out unless all are disturbed.  The baseline's trial may be disturbed, since it does not
-    enter this ratio.  Tables print the same median.
+    The best possible step is a lower bound on the step's time.  ``group`` are pairs of a trial and the baseline's
+    trial.  Disturbed trials, during which other programs took much processor time, are left out; if all trials are
+    disturbed, all are kept.  It does not matter whether the baseline's trial is disturbed, since it does not enter this
+    ratio.  Tables print the same median.
     """
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))
@@ -59,8 +60,8 @@ _TOKENS: Final = Measure(
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
     """Return the trials that ran at several link rates (:func:`report.data.speedups.several_rates`), with their panels.
 
-    The new column ``panel`` is the title of the panel that shows the trial.  There is one panel for each topology and
-    number of tokens per rank.
+    The new column ``panel`` is the title of the panel that shows the trial.  There is one panel for each topology
+    (number of nodes and ranks per node) and number of tokens per rank.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
@@ -91,9 +92,10 @@ def _pairs(derived: Derived) -> pd.DataFrame:
 
 
 def _at_one_rate(derived: Derived, known: str, *, least_nodes: int = 1) -> pd.DataFrame:
-    """Return the pairs of trials (:func:`_pairs`) without those that can be compared over several link rates.
+    """Return the pairs of trials (:func:`_pairs`) that cannot be compared over several link rates.
 
-    Figures over rates show the pairs that are left out (:func:`_over_rates`).  Two kinds of settings are left out, too:
+    The other pairs are shown in figures over rates (:func:`_over_rates`).  Two kinds of settings (cluster, model, batch
+    and so on) are left out, too:
 
     * settings on fewer than ``least_nodes`` nodes;
     * settings in which no pair has a value in column ``known``, such as ``speedup``.
@@ -105,7 +107,10 @@ def _at_one_rate(derived: Derived, known: str, *, least_nodes: int = 1) -> pd.Da
 
 
 def _above_in_words(data: pd.DataFrame) -> str:
-    """Return the footnote on shares above 1; empty if no configuration's share is drawn above 1."""
+    """Return the footnote that explains shares above 1; empty if no configuration's share is drawn above 1.
+
+    A share is the ratio of the best possible step, a lower bound, to the measured step.
+    """
     drawn = data.groupby(["setting", "configuration"])["share"].median()
     return caveats.FOOTNOTES[caveats.ABOVE] if drawn.round(2).gt(1).any() else ""
 
@@ -184,7 +189,10 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
 
 
 def _speedup_or_published(rows: pd.DataFrame) -> Interval:
-    """Return the speed-up of ``rows``, which are pairs of trials, or rows of one published speed-up."""
+    """Return the speed-up of ``rows``, which are either pairs of trials, or rows of one published speed-up.
+
+    For pairs of trials it is computed, with its interval; a published speed-up has no interval.
+    """
     if rows["baseline"].notna().all():
         return speedups.speedup(rows)
     return Interval(float(rows["speedup"].median()), math.nan, math.nan, len(rows))
@@ -273,10 +281,10 @@ SCALING: Final = Figure(
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Return the seconds of each part of a step, one row per trial and part, scaled to the step in the table Summary.
+    """Return the seconds of each part of a step (forward, backward and so on), one row per trial and part.
 
-    After scaling, the means of a configuration's parts add up to the step that the table Summary prints for this
-    configuration.
+    The seconds are scaled.  After scaling, the means of a configuration's parts add up to the step that the table
+    Summary prints for this configuration.
     """
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     keys = ["setting", "configuration"]
@@ -288,7 +296,10 @@ def _split(derived: Derived) -> pd.DataFrame:
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """Return a sentence that names the configurations whose exposed communication is not known; empty without any."""
+    """Return a sentence that names the configurations for which it is not known how long ranks waited for messages.
+
+    The text is empty if there are no such configurations.
+    """
     known = set(data[data["part"].str.startswith("exposed")]["configuration"])
     unknown = data[~data["configuration"].isin(known)]
     of_peers = unknown["strategy"].isin(PEERS)

@@ -23,7 +23,7 @@ _LANES: Final = Lanes(LANES)
 
 
 def _traced(derived: Derived) -> pd.DataFrame:
-    """Return the spans of time on the first rank of each traced trial, one row per span.
+    """Return what the first rank of each traced trial did and when, one row per span of time.
 
     Column ``summary`` holds a clause on the trial: for how long messages between nodes were under way, and during what
     share of this time the rank did not wait for them.

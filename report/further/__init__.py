@@ -1,1 +1,1 @@
-"""Writes the sentences that follow the first sentence in the head of a page; each module is on one subject."""
+"""Writes the sentences after the first sentence in the head of a page; each module of this package has one subject."""

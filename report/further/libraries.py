@@ -20,17 +20,21 @@ _FEWEST_LIBRARIES: Final = 2  # a sentence on the fastest settings names at leas
 
 
 def on_libraries(derived: Derived, found: Mapping[str, Sequence[Interval]]) -> list[str]:
-    """Return the sentences that follow the first sentence of a page about libraries (:func:`report.sentence.on_peers`).
+    """Return the sentences after the first sentence of a page that compares our engine with DDP, FSDP2 and DeepSpeed.
 
-    ``found`` maps each setting to the speed-ups of our configurations over the libraries' configurations
-    (:func:`report.tables.peers.ours_over_peers`).  With several settings, there is a sentence on the speed-ups in each
-    setting.  With a single setting, there are sentences on the fastest configuration of each library.
+    :func:`report.sentence.on_peers` writes that first sentence.  ``found`` maps the description of each setting to the
+    speed-ups of our configurations over the libraries' configurations (:func:`report.tables.peers.ours_over_peers`).
+    With several settings, there is a sentence on the speed-ups in each setting.  With a single setting, there are
+    sentences on the fastest configuration of each library.
     """
     return _by_setting(found) if len(found) > 1 else _fastest(derived)
 
 
 def _by_setting(found: Mapping[str, Sequence[Interval]]) -> list[str]:
-    """Return a sentence for each setting: ``With 1x4 ranks, these speed-ups are 0.91 to 1.10 (4 comparisons).``"""
+    """Return a sentence for each setting: ``With 1x4 ranks, these speed-ups are 0.91 to 1.10 (4 comparisons).``
+
+    ``found`` maps the description of each setting (cluster, model, batch and so on) to the speed-ups in this setting.
+    """
     titles, sentences = common_and_rest(found)[1], []
     for where, intervals in found.items():
         ends = lowest_to_highest([each.estimate for each in intervals], "{:.2f}".format)
@@ -40,10 +44,10 @@ def _by_setting(found: Mapping[str, Sequence[Interval]]) -> list[str]:
 
 
 def _fastest(derived: Derived) -> list[str]:
-    """Return sentences that name the fastest configuration of each library, a sentence for each pair of data types.
+    """Return sentences that name the fastest configuration of each library (DDP, FSDP2 and DeepSpeed).
 
-    A pair is the type in which trials compute and the type that they send.  Only pairs that at least two libraries used
-    have a sentence.
+    There is a sentence for each pair of data types: the type in which trials compute, and the type that they send.
+    Only pairs that at least two libraries used have a sentence.
     """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(

@@ -1,4 +1,4 @@
-"""Writes sentences on losses, and on the bytes, errors and net speed-ups of configurations with equal losses."""
+"""Writes sentences on losses, and on which of the configurations with equally low losses sends the fewest bytes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _three_digits: Final = number(3)
 
 
 def on_fewest_bytes(head: Head) -> list[str]:
-    """Return sentences on the configuration that sends the fewest bytes at a loss as low as the baseline's.
+    """Return sentences on which configurations send the fewest bytes at a loss as low as the baseline's.
 
     If the suite asks for bytes, a loss is low enough if it equals the baseline's in every digit.
 
-    If the suite asks for losses, a loss is low enough if it is not significantly higher than the baseline's.  If there
-    is no such loss, losses that are higher within the margin are low enough.  The sentences depend on the fields of the
-    policy that configurations change:
+    If the suite asks for losses, a loss is low enough if it is not significantly higher than the baseline's.  If no
+    configuration has such a loss, losses that are significantly higher, but within the suite's margin, are low enough.
+    The sentences depend on the fields of the policy that configurations change:
 
-    * At least two fields are varied one at a time.  A field is varied if at least :data:`_FEWEST` configurations change
-      this field and no other.  There is at most one sentence for each such field, on the configurations that change
-      only this field.
+    * At least two fields are varied one at a time.  A field is varied in this way if at least :data:`_FEWEST`
+      configurations change this field and no other.  There is at most one sentence for each such field, on the
+      configurations that change only this field.
     * All other cases.  There is one sentence on all configurations.  If a single configuration sends the fewest bytes,
-      a sentence on its net speed-up follows, if this is known.
+      a sentence on its net speed-up (how many times as fast it reaches the baseline's loss) follows, if this is known.
 
     The list is empty in each of these cases:
 
@@ -87,7 +87,8 @@ def _with_verdict(head: Head, keys: Sequence[Key], verdicts: Sequence[Verdict]) 
 def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
     """Return, for each field of the policy, the configurations that differ from their baseline in this field alone.
 
-    Only configurations in ``keys`` are returned.  Fields with fewer than :data:`_FEWEST` configurations are left out.
+    ``keys`` are the configurations to choose from, as (setting, configuration).  Fields with fewer than :data:`_FEWEST`
+    configurations are left out.
     """
     trials = with_policies(head.derived)
     found = defaultdict[str, list[Key]](list)
@@ -106,7 +107,7 @@ def _share(head: Head, key: Key) -> str:
 
 
 def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of the configurations that send the fewest bytes.
+    """Return those of ``keys``, pairs (setting, configuration), whose configurations send the fewest bytes.
 
     There are several if their bytes, as a share of the baseline's, are equal in the three digits that are printed.
     """
@@ -115,7 +116,7 @@ def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
 
 
 def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
-    """Return the sentence that says which of the configurations ``keys`` send the fewest bytes, as a list of one.
+    """Return the sentence that says which of the configurations ``keys`` send the fewest bytes, in a list of one.
 
     ``which`` is a clause on what all ``keys`` have in common: ``whose validation losses equal those of ZeRO-3``.  The
     list is empty if there are no keys.
@@ -138,11 +139,12 @@ def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
 
 
 def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
-    """Return the sentence that says which of the configurations ``keys`` sends the fewest bytes, as a list of one.
+    """Return the sentence that says which of the configurations ``keys`` sends the fewest bytes, in a list of one.
 
     All ``keys`` change only ``field``.  The choice is among the configurations whose loss is not significantly higher
-    than the baseline's.  If there are no such configurations, it is among the configurations whose loss is higher
-    within the margin.  The list is empty if there are none of either kind, or if several of them send the fewest bytes.
+    than the baseline's.  If there are none, the choice is among the configurations whose loss is higher within the
+    suite's margin.  The list is empty if there are no such configurations either, or if several configurations send the
+    fewest bytes.
     """
     alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
     if not alike:
@@ -208,7 +210,8 @@ def on_equal_bytes(head: Head) -> list[str]:
 def on_net_speed(head: Head) -> list[str]:
     """Return the sentence on the largest net speed-up, for suites in which no loss differs significantly.
 
-    If some configurations did not reach the baseline's final loss, a sentence with their number follows.
+    A net speed-up says how many times as fast a configuration reaches the baseline's final loss, in training seconds.
+    If some configurations did not reach this loss, a sentence with their number follows.
     The list is empty if the suite does not ask for losses, if a loss differs significantly, or if no net speed-up is
     significant.
     """
@@ -228,10 +231,10 @@ def on_net_speed(head: Head) -> list[str]:
 
 
 def on_libraries(head: Head) -> list[str]:
-    """Return a list with the sentence on the loss of a library's configuration, if the suite has exactly one of them.
+    """Return a sentence on the loss of the configuration that a library (DDP, FSDP2 or DeepSpeed) trains, in a list.
 
-    A library is DDP, FSDP2 or DeepSpeed.  The list is empty if the suite does not ask for losses, if none or several of
-    its configurations are trained by libraries, or if the page's first sentence is about this configuration already.
+    The list is empty if the suite does not ask for losses, if libraries train none or several of its configurations, or
+    if the page's first sentence is about this configuration already.
     """
     trials = head.derived.finished
     strategies = dict(zip(trials["configuration"], trials["strategy"], strict=True))
@@ -243,17 +246,18 @@ def on_libraries(head: Head) -> list[str]:
 
 
 def on_errors(head: Head) -> list[str]:
-    """Return the sentence on the gradient error of a configuration in each of its settings.
+    """Return the sentence that states the gradient error of the main configuration in each of its settings, in a list.
 
-    The configuration is the one that the page's first sentence is about.
+    The main configuration is the one that the page's first sentence is about; a setting is the cluster, model, batch
+    and so on.
 
     The list is empty in each of these cases:
 
     * The suite does not ask for losses.
     * The error has no interval in the setting of the first sentence.
     * There are more than :data:`_MOST_PLACES` settings with such errors.
-    * The suite varies several fields one at a time (:func:`_by_changed_field`).  The error of one configuration would
-      then say nothing about the fields that this configuration does not change.
+    * The suite varies several fields of the policy one at a time (:func:`_by_changed_field`).  Then the error of one
+      configuration says nothing about the fields that this configuration does not change.
     """
     if len(_by_changed_field(head, [*head.compared("loss")])) > 1:
         return []

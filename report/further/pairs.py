@@ -29,15 +29,16 @@ _three_digits: Final = number(3)
 def on_pairs(head: Head) -> tuple[list[str], list[str]]:
     """Return two lists of sentences on configurations that are compared with a counterpart.
 
-    The counterparts are those that :func:`report.effects.counterparts.one_field` finds.  If it finds none, they are
-    those of :func:`report.effects.counterparts.of_preset`.
+    A counterpart is another configuration of the suite, from which the configuration differs in few fields.  The
+    counterparts are those that :func:`report.effects.counterparts.one_field` finds.  If it finds none, they are those
+    of :func:`report.effects.counterparts.of_preset`.
 
     * The first list has one sentence.  It states one configuration's difference from its counterpart, usually the
       largest significant improvement (:func:`report.sentence.foremost`).  If no difference is significant, the sentence
       says so.
-    * The second list begins with sentences on the bytes, the memory and the net speed-up of the same configuration.  It
-      goes on with a sentence for each other configuration that has the same counterpart, if these are few.  The list is
-      empty if the first list's difference is not significant.
+    * The second list begins with sentences on the bytes, the memory and the net speed-up of the same configuration.
+      Then follows a sentence for each other configuration that has the same counterpart, if these configurations are
+      few.  The list is empty if the difference in the first list is not significant.
 
     Both lists are empty in each of these cases:
 
@@ -73,11 +74,12 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
 
 
 def _by_interval(effect: Effect) -> Effect:
-    """Return an effect on a loss with a verdict by the interval alone: better, worse or not significant.
+    """Return the comparison of a loss with a counterpart's loss, with a verdict that ignores the suite's margin.
 
-    The suite's margin is ignored.  It limits by how much a configuration's loss may exceed the baseline's loss, and
-    says nothing about the loss of a counterpart.  An effect without an interval, or with a reason against a verdict
-    (``why``), stays as it is.
+    The verdict follows from the interval alone: better, worse or not significant.  The margin limits by how much a
+    configuration's loss may exceed the baseline's loss, and says nothing about the loss of a counterpart (another
+    configuration that replaces the baseline in the comparison).  If ``effect`` has no interval, or has a reason against
+    a verdict (``why``), it is returned unchanged.
     """
     if effect.why or not effect.change.known:
         return effect
@@ -87,20 +89,23 @@ def _by_interval(effect: Effect) -> Effect:
 
 
 def _facts(head: Head, key: Key, counterpart: str, net: Effect | None) -> list[str]:
-    """Return sentences on the bytes, the memory and the net speed-up of a configuration, compared with ``counterpart``.
+    """Return sentences on a configuration's bytes, memory and net speed-up, compared with those of ``counterpart``.
 
-    There is no sentence on bytes or memory that are equal, and none on a net speed-up without an interval.
+    ``key`` is (setting, configuration), ``counterpart`` is the name of another configuration, and ``net`` the net
+    speed-up over it.  There is no sentence on bytes or memory that are equal, and none on a net speed-up without an
+    interval.
     """
     bytes_and_memory = [*_bytes(head, key, counterpart), *memory_sentence(head, key, counterpart)]
     return [*bytes_and_memory, *net_sentence(key[1], counterpart, net)]
 
 
 def _bytes(head: Head, key: Key, counterpart: str) -> list[str]:
-    """Return the sentence that compares the bytes of a configuration with those of its counterpart, as a list of one.
+    """Return the sentence that compares the bytes of a configuration with those of its counterpart, in a list of one.
 
     For example, ``X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``  X is the configuration of
-    ``key``, ZeRO-3 its baseline, and ZeRO++ its counterpart.  The list is empty if configuration and counterpart send
-    equal bytes, if the bytes of one of them are not known, or if the page's first sentence is about bytes.
+    ``key``, ZeRO-3 its baseline, and ZeRO++ the configuration ``counterpart``, with which X is compared.  The list is
+    empty if X and its counterpart send equal bytes, if the bytes of one of them are not known, or if the page's first
+    sentence is about bytes.
     """
     sent, base = head.found.get("bytes", {}), head.base_of(key)
     other = (key[0], counterpart)
@@ -115,11 +120,11 @@ def _bytes(head: Head, key: Key, counterpart: str) -> list[str]:
 
 
 def memory_sentence(head: Head, key: Key, counterpart: str) -> list[str]:
-    """Return the sentence that compares the memory of a configuration with its counterpart's, as a list of one.
+    """Return the sentence that compares the memory of a configuration with its counterpart's, in a list of one.
 
     For example, ``X holds 1.64 MiB a rank where Y holds 1.23 MiB.``  X is the configuration of ``key``, and Y is
-    ``counterpart``.  The list is empty if both hold equal memory, if memory was not measured, or if the page's first
-    sentence is about memory.
+    ``counterpart``, the configuration with which X is compared.  The list is empty if both hold equal memory, if memory
+    was not measured, or if the page's first sentence is about memory.
     """
     held = head.found.get("memory", {})
     pair = [held[each].value.estimate for each in (key, (key[0], counterpart)) if each in held]
@@ -130,11 +135,12 @@ def memory_sentence(head: Head, key: Key, counterpart: str) -> list[str]:
 
 
 def net_sentence(name: str, base: str, net: Effect | None) -> list[str]:
-    """Return the sentence that states a configuration's net speed-up, as a list of one.
+    """Return the sentence that states a configuration's net speed-up, in a list of one.
 
-    For example, ``The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``  X is ``name``, ZeRO++ is ``base``, and
-    ``net`` is the effect with the net speed-up.  The list is empty if the net speed-up has no interval, or if ``net``
-    has a reason against a verdict (``why``).
+    A net speed-up says how many times as fast the configuration reaches another configuration's final loss.  For
+    example, ``The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``  X is ``name``, ZeRO++ is ``base``, and
+    ``net`` has the net speed-up.  The list is empty if the net speed-up has no interval, or if ``net`` is None or has a
+    reason against a verdict (``why``).
     """
     if net is None or net.why or not net.change.known:
         return []

@@ -1,4 +1,7 @@
-"""Sentences on how the difference that a page's first sentence states changes from setting to setting."""
+"""Writes sentences that compare the difference in a page's first sentence with its value in other settings.
+
+A setting is the cluster, model, batch and so on.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,12 @@ _LISTS: Final[dict[Verdict, str]] = {
 def between_settings(head: Head) -> list[str]:
     """Return the sentence that compares the difference in a page's first sentence with its value in another setting.
 
-    The first sentence states how much a configuration differs from its baseline in one setting.  The other setting is
-    the one in which this difference is farthest from its value in the first setting.  For example, the sentence says
-    ``ZeRO++'s speed-up over ZeRO-3 is 1.50 times as large with 50 Mbit/s as with 400 Mbit/s``.
-    For losses, the two differences are subtracted seed by seed.  For step times, the two speed-ups are divided for each
-    seed and repeat.
+    The first sentence states how much a configuration differs from its baseline in one setting (cluster, model, batch
+    and so on).  The other setting is the one in which this difference is farthest from its value in the first setting.
+    For example, the sentence says ``ZeRO++'s speed-up over ZeRO-3 is 1.50 times as large with 50 Mbit/s as with 400
+    Mbit/s``.
+    For losses, one difference is subtracted from the other, seed by seed.  For step times, one speed-up is divided by
+    the other, for each seed and repeat.
 
     The list is empty in each of these cases:
 
@@ -78,8 +82,8 @@ def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
     """Return by how much a configuration's loss difference from its baseline is larger in one setting than in another.
 
     ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The loss difference in the
-    setting of ``other`` is subtracted from the loss difference in the setting of ``key``.  The result is in nats, as a
-    mean with its interval over the seeds that both settings have; None if they share no seed.
+    setting of ``other`` is subtracted from the loss difference in the setting of ``key``.  The result is in nats: the
+    mean, with its interval, over the seeds that both settings have.  Returns None if the settings share no seed.
     """
     trials = head.derived.trials
     differences = []
@@ -97,8 +101,9 @@ def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
 def _speedups_apart(head: Head, key: Key, other: Key) -> Interval | None:
     """Return a configuration's speed-up in the setting of ``key`` over its speed-up in the setting of ``other``.
 
-    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The result is a geometric
-    mean with its interval, over the pairs of seed and repeat that both settings have; None if they share none.
+    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The result is the geometric
+    mean, with its interval, over the seeds and repeats that both settings have.  Returns None if the settings share
+    none.
     """
     pairs = head.derived.pairs
     here, there = (_of(pairs, each) for each in (key, other))
@@ -110,9 +115,10 @@ def _speedups_apart(head: Head, key: Key, other: Key) -> Interval | None:
 
 
 def _of(pairs: pd.DataFrame, key: Key) -> pd.DataFrame:
-    """Return the pairs of trials of one (setting, configuration).
+    """Return the pairs of trials of one configuration in one setting; ``key`` is (setting, configuration).
 
-    If there are several pairs with the same seed and repeat, only the last one is returned.
+    A pair is a trial of the configuration and the baseline's trial under the same conditions.  If there are several
+    pairs with the same seed and repeat, only the last one is returned.
     """
     own = pairs[pairs["setting"].eq(key[0]) & pairs["configuration"].eq(key[1])]
     own = own[["seed", "repeat", "occasion", "disturbed", "speedup"]]
@@ -120,12 +126,12 @@ def _of(pairs: pd.DataFrame, key: Key) -> pd.DataFrame:
 
 
 def by_setting(head: Head) -> list[str]:
-    """Return sentences that say in which settings the main configuration is faster than a similar one.
+    """Return sentences that say in which settings the main configuration is faster or slower than a similar one.
 
-    The main configuration is the one that the page's first sentence is about.  Another configuration is similar if the
-    suite compares it with the baseline, and if its policy differs from the main configuration's policy in exactly one
-    field.  There is one sentence for each similar configuration that differs significantly from the main configuration
-    in at least one setting.
+    The main configuration is the one that the page's first sentence is about; a setting is the cluster, model, batch
+    and so on.  Another configuration is similar if the suite compares it with the baseline, and if its policy differs
+    from the main configuration's policy in exactly one field.  There is one sentence for each similar configuration
+    that differs significantly from the main configuration in at least one setting.
 
     The list is empty in each of these cases:
 

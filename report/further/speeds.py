@@ -25,15 +25,15 @@ def on_parts(head: Head) -> list[str]:
     """Return sentences on how much each change of the main configuration contributes to its speed-up.
 
     The main configuration is the one that the page's first sentence is about.  Its changes are the fields in which its
-    policy differs from the baseline's.  The sentences name two configurations that have one of these changes and no
-    other: the one with the largest and the one with the smallest speed-up.  A sentence on the largest speed-up with two
-    of the changes follows, if at least two configurations have two of them.
+    policy differs from the baseline's policy.  Some configurations have only one of these changes.  The sentences name
+    two of these configurations: the one with the largest and the one with the smallest speed-up.  If at least two
+    configurations have exactly two of the changes, a sentence on the largest speed-up of these configurations follows.
 
     The list is empty in each of these cases:
 
     * The page's first sentence is not about the time of a step, or the main configuration is not significantly faster
       than the baseline.
-    * Configurations are compared in several settings.
+    * Configurations are compared in several settings (cluster, model, batch and so on).
     * Fewer than two configurations have one of the changes alone.
     """
     if head.kind != "step" or len(head.settings) > 1 or not _is_faster(head.top.effect):
@@ -95,10 +95,10 @@ def _with_interval(effect: Effect) -> str:
 
 
 def on_phases(head: Head) -> list[str]:
-    """Return the sentence on the phases of an RLHF step in which a configuration gains most and least.
+    """Return the sentence on the phases of an RLHF step in which a configuration gains most and least, in a list.
 
-    The configuration is the one that the page's first sentence is about.  The table of verdicts has the speed-ups of
-    all configurations in all phases.
+    The phases are generation, scoring and training.  The configuration is the one that the page's first sentence is
+    about.  The table of verdicts has the speed-ups of all configurations in all phases.
 
     The list is empty if the page's first sentence is not about the time of a step, or if fewer than two phases have a
     speed-up with an interval.
@@ -155,7 +155,7 @@ def on_memory(head: Head) -> list[str]:
 
 
 def on_bytes(head: Head) -> list[str]:
-    """Return the sentence on the bytes between nodes of a configuration, on a page about errors.
+    """Return the sentence on a configuration's bytes between nodes, for a page about errors, in a list.
 
     The configuration is the one that the page's first sentence is about.
 
@@ -171,10 +171,11 @@ def on_bytes(head: Head) -> list[str]:
 
 
 def on_copies(head: Head) -> list[str]:
-    """Return the sentence on the bytes that offload copies between device and host in a step, on a page about memory.
+    """Return the sentence on the bytes that are copied between device and host in a step, for a page about memory.
 
-    The bytes are those of the configuration that the page's first sentence is about, on its busiest rank.  The list is
-    empty if the page's first sentence is not about memory, or if the records count no such copies.
+    Offload causes these copies.  The bytes are those of the configuration that the page's first sentence is about, on
+    its busiest rank.  The list is empty if the page's first sentence is not about memory, or if the records count no
+    such copies.
     """
     parts = head.derived.frames.memory
     parts = parts[parts["source"].eq("copied")]

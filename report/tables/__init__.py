@@ -1,1 +1,1 @@
-"""Makes the tables of a page."""
+"""Makes the tables of a report's page from a suite's records."""

@@ -30,7 +30,7 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
 
 
 def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list[Table]:
-    """Return the named tables that have rows, in page order; by default all tables that have rows."""
+    """Return the tables that have rows, in page order: those of the given ``names``, by default all."""
     note = caveats.modelled_in_words(derived)
     tables = [maker(derived) for name, maker in MAKERS.items() if name in names]
     shown = [table for table in tables if not table.data.empty]

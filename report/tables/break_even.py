@@ -1,4 +1,4 @@
-"""Tables of parity at a quarter of the link's rate, of break-even rates, and of decoding."""
+"""Makes the tables of parity at a quarter of the link's rate, of break-even rates, and of decoding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, row
 
 
 def parity(derived: Derived) -> Table:
-    """Return the table of parity: throughput at a quarter of a rate over the baseline's throughput at the full rate.
+    """Return the table of parity: throughput at a quarter of a link's rate over the baseline's at the full rate.
 
-    The configurations are those that the suite compares with its baseline; without a baseline in the suite, ZeRO++ is
-    compared with ZeRO-3.  If the table has rows of ZeRO++ over ZeRO-3, rows of the paper's published numbers follow.
+    The configurations are those that the suite compares with its baseline.  If the suite names no baseline, ZeRO++ is
+    compared with ZeRO-3.  If the table has rows of ZeRO++ over ZeRO-3, rows of the numbers that the ZeRO++ blog
+    published follow.
     """
     keys = ["configuration", "configuration_baseline", "elsewhere", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
@@ -86,8 +87,9 @@ def parity(derived: Derived) -> Table:
 def verdict(parity: Interval) -> str:
     """Return the verdict on a parity, from its interval.
 
-    It is ``reached`` if the interval lies at 1 or above, ``missed`` if it lies below 1, and ``inconclusive`` if it
-    begins below 1 and ends at 1 or above.  Returns a dash if there is no interval.
+    A parity is a configuration's throughput at a quarter of a link's rate over the baseline's throughput at the full
+    rate.  The verdict is ``reached`` if the interval lies at 1 or above, ``missed`` if it lies below 1, and
+    ``inconclusive`` if it begins below 1 and ends at 1 or above.  Returns a dash if there is no interval.
     """
     if not parity.known:
         return NOTHING
@@ -95,12 +97,14 @@ def verdict(parity: Interval) -> str:
 
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
-    """Return the cells of a row that describe the trials from which the row was computed; ``ids`` are their ids.
+    """Return the cells of a table's row that describe the trials from which the row was computed.
+
+    ``ids`` are the ids of these trials.  The cells are:
 
     * ``trials`` and ``_taken``: the number of trials, and text with the number of disturbed trials, such as `` (2 ‡)``;
-    * ``_rates``: the mark `` †`` if the link achieved different rates for different configurations;
+    * ``_rates``: the mark `` †`` if the link was faster for some configurations than for others, else empty;
     * ``taken_share``: the share of the processors' time that other programs and the hypervisor took during a trial, the
-      largest over trials.
+      largest over trials.  If it is large, the trial is disturbed.
     """
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}
@@ -129,7 +133,7 @@ def break_even(derived: Derived) -> Table:
 
 
 def generation(derived: Derived) -> Table:
-    """Return the table of decoding: tokens per second, and bytes between nodes.
+    """Return the table of decoding (workload ``generate``): tokens per second, and bytes between nodes.
 
     Rows with the tokens per second that the ZeRO++ blog published follow the measured rows.
     """

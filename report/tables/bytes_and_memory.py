@@ -1,4 +1,4 @@
-"""Tables of bytes between nodes, of their checks, and of memory."""
+"""Makes the tables of bytes between nodes, of checks of these bytes and of gradients, and of memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _MEMORY_NOTES: Final = {  # what a column means, by the column
 
 
 def volume(derived: Derived) -> Table:
-    """Return the table of bytes between nodes in units of M: as predicted, in the ledger, and at the interfaces."""
+    """Return the table of bytes between nodes: as predicted, as ranks counted them, and as interfaces counted them.
+
+    The bytes are in units of M, the bytes that one all-gather of the model in 16 bits sends between nodes.
+    """
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     keys, shown = ["nodes", "ranks_per_node", "shape", "accumulation"], bytes_and_memory.VOLUME_PARTS
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
@@ -107,11 +110,11 @@ def checks(derived: Derived) -> Table:
 
 
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
-    """Return text that says for how many trials the ledger equals its prediction: ``5 of 6``.
+    """Return text that says for how many trials the ranks sent exactly the predicted bytes: ``5 of 6``.
 
-    ``equal`` has one value for each trial with a prediction: whether the trial's ledger equals its prediction.  Without
-    such trials, the text is a dash.  With ``measured_only``, bytes of a user's class were measured and not predicted,
-    and the text says this.
+    ``equal`` has one value for each trial with a prediction: whether the bytes are equal.  Without such trials, the
+    text is a dash.  With ``measured_only``, the text is ``measured, not predicted``, because a user's class sends bytes
+    that nothing predicts.
     """
     if measured_only:
         return "measured, not predicted"

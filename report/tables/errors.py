@@ -1,4 +1,4 @@
-"""Makes the tables of losses, of the errors of messages, and of codecs that were tried on tensors but not sent."""
+"""Makes the tables of losses, of the errors of messages, and of codecs that were tried on tensors without sending."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _MANY: Final = 1 << 20  # number of elements of a frame from which the bytes of 
 
 
 def sent_error(derived: Derived) -> Table:
-    """Return the table of the errors of messages at the measured steps: in each hop, and from end to end."""
+    """Return the table of the errors (vNMSE) of messages at the measured steps: in each hop, and from end to end.
+
+    A hop is one exchange of a reduction, such as the exchange inside nodes.
+    """
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
     for *_, trials in by_setting_and_configuration(errors.assign(kind=kind)):
@@ -62,8 +65,9 @@ def sent_error(derived: Derived) -> Table:
 def hops_text(hops: pd.DataFrame) -> str:
     """Return the error of each hop as text: ``local int4:128 0.012; node int4:128 0.011``.
 
-    An entry has the hop's axis, the hop's codec, and the median vNMSE.  The steps of a ring share one entry, with the
-    range of the steps' errors and their number: ``world int4:128 0.01 to 0.03 in 3 steps``.
+    A hop is one exchange of a reduction.  An entry has the hop's axis (``local`` is inside nodes, ``node`` between
+    nodes, ``world`` over all ranks), the hop's codec, and the median vNMSE.  The steps of a ring share one entry, with
+    the range of the steps' errors and their number: ``world int4:128 0.01 to 0.03 in 3 steps``.
     """
     parts = []
     for (axis, codec), group in hops.groupby(["axis", "codec"], sort=False):
@@ -77,8 +81,8 @@ def hops_text(hops: pd.DataFrame) -> str:
 def chosen_codecs(derived: Derived) -> Table:
     """Return the table of the codecs that were chosen for each unit within a budget, and after how many steps.
 
-    With ``policy.budget``, each unit's codec is chosen anew every few steps of training.  The budget limits how many
-    bits are sent for an element, as a mean over all units.
+    A unit is a set of parameters that are sent together.  With ``policy.budget``, each unit's codec is chosen anew
+    every few steps of training.  The budget limits how many bits are sent for an element, as a mean over all units.
     """
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
@@ -111,20 +115,27 @@ def chosen_codecs(derived: Derived) -> Table:
 
 
 def quantisation(derived: Derived) -> Table:
-    """Return the table of the median vNMSE of each codec that was tried on tensors, with a column per block size."""
+    """Return the table of the median vNMSE of each codec that was tried on tensors, with a column per block size.
+
+    Nothing of these encodings was sent.  The vNMSE is the sum of squared errors over the sum of squares.
+    """
     return _of_codecs(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
 
 
 def largest_error(derived: Derived) -> Table:
-    """Return the table of the largest error of each codec that was tried on tensors, with a column per block size."""
+    """Return the table of the largest error of each codec that was tried on tensors, with a column per block size.
+
+    Nothing of these encodings was sent.  An error is divided by the tensor's largest absolute value.
+    """
     says = "Largest |decoded - x| over the largest |x|, of any unit and trial"
     return _of_codecs(derived, "largest_error", "Codecs tried: largest error", "largest", says)
 
 
 def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Return a table of the errors of tried codecs: a row per kind of tensor and codec, a column per block size.
+    """Return a table of the errors of codecs that were tried on tensors without sending the result.
 
-    The errors are from the first configuration and setting that tried codecs.
+    It has a row per kind of tensor and codec, and a column per block size.  The errors are from the first configuration
+    and setting that tried codecs.
 
     Args:
         derived: The records.
@@ -206,7 +217,8 @@ def lossless(derived: Derived) -> Table:
 def losses(derived: Derived) -> Table:
     """Return the table of final validation losses: their means, their differences from the baseline, and verdicts.
 
-    It also has the training time to a target, which is the baseline's mean loss plus the margin.
+    It also has the training time to a target loss, which is the baseline's mean loss plus the margin (by how much a
+    loss may be higher than the baseline's).
     """
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"

@@ -1,4 +1,4 @@
-"""Makes the table of net speed-ups: their two factors, the source of the seconds, and losses that were not reached."""
+"""Makes the table of net speed-ups, which multiply the speed-up of a step by a ratio of numbers of steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def net_speedup(derived: Derived) -> Table:
 
     The seconds of a step come from one or more sources: the suite's own records, those of another suite, or a machine
     file.  A configuration has a row for each source that has its seconds and, within a source, for each setting (such
-    as the rate of the link) in which the source has them.  If no source has them, the configuration has a single row,
-    without a net speed-up.
+    as a link rate) in which the source has its seconds.  If no source has its seconds, the configuration has a single
+    row, without a net speed-up.
     """
     rows = net_speed.net_speeds(derived)
     base = listed(list(dict.fromkeys(each.row["base"] for each in rows))) or "the baseline"

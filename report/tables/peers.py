@@ -21,9 +21,9 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 def peers(derived: Derived) -> Table:
     """Return the table that compares steps of our policies with steps of peers, in each setting.
 
-    Peers are DDP, FSDP2 and DeepSpeed.  Policies and peers that compute and send in the same data types are compared
-    (:func:`shared_types`).  The row of a policy has one speed-up for each library: the smallest of its speed-ups over
-    the library's configurations.
+    Peers are DDP, FSDP2 and DeepSpeed; a setting is the cluster, model, batch and so on.  Policies and peers that
+    compute and send in the same data types are compared (:func:`shared_types`).  The row of a policy has one speed-up
+    for each library: the smallest of its speed-ups over the library's configurations.
     """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
@@ -59,10 +59,10 @@ def peers(derived: Derived) -> Table:
 
 
 def ours_over_peers(derived: Derived) -> dict[str, list[Interval]]:
-    """Return, for each setting, our speed-ups over the best configuration of each library.
+    """Return, by the description of each setting, our speed-ups over the best configuration of each library.
 
-    There is one speed-up for each of our configurations and each library.  It is over the library's configuration that
-    gives the smallest speed-up.
+    A setting is the cluster, model, batch and so on.  There is one speed-up for each of our configurations and each
+    library (DDP, FSDP2 and DeepSpeed).  It is over the library's configuration that gives the smallest speed-up.
     On CPUs, libraries send over gloo alone.  Therefore only the speed-ups of our configurations that also send over
     gloo alone are returned.  If there are none, the speed-ups of all our configurations are returned.
     """
@@ -98,9 +98,9 @@ def sent_types(trial: Trial) -> str:
 def shared_types(trial: Trial) -> str:
     """Return the data types of a trial as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    The text names the type in which the trial computes and, if it is another one, the type that the trial sends.  Our
-    trials are compared with trials of libraries that have the same text.  A policy that quantises counts as sending
-    bf16, because no library sends fewer bits.
+    The text names the type in which the trial computes and, if the trial sends another type, this type.  Our trials are
+    compared with those trials of libraries that have the same text.  A policy that quantises counts as sending bf16,
+    because no library sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -122,9 +122,10 @@ def carried_by(trial: Trial) -> str:
 
 
 def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the table's rows for trials of one setting and the same types.
+    """Return the table's rows for ``setting``: trials of one setting (cluster, model, batch) and the same types.
 
-    Libraries come first, then our policies by transport: policies over gloo alone precede policies with shared memory.
+    Each configuration has a row.  Libraries come first, then our policies by transport: policies over gloo alone
+    precede policies with shared memory.
     """
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
@@ -141,9 +142,10 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
     """Return the cells of a row that compare the configuration of ``trials`` with one library (``family``).
 
-    ``peer_rows`` are the library's trials.  The speed-up over each configuration of the library is computed; the cells
-    hold the smallest of these speed-ups, and the name of the library's configuration over which it is smallest.
-    There is no speed-up if ``trials`` are a library's own, or if no pairs can be formed with the library's trials.
+    ``peer_rows`` are the library's trials in the same setting.  The speed-up over each configuration of the library is
+    computed; the cells hold the smallest of these speed-ups, and the name of the library's configuration over which it
+    is smallest.  There is no speed-up if ``trials`` are a library's own, or if no trial of the library ran under the
+    same conditions.
     """
     keys = ["sweep", "seed", "repeat"]
     gains = []

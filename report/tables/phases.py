@@ -1,4 +1,7 @@
-"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, followed by published throughputs."""
+"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase (generation, scoring, training).
+
+Published throughputs follow the measured rows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Return the table of the seconds and bytes of each phase of an RLHF step.
+    """Return the table of the seconds and bytes of each phase of an RLHF step: generation, scoring and training.
 
     Rows with the throughputs that the ZeRO++ blog published follow the measured rows.
     """
@@ -76,7 +79,7 @@ def phases(derived: Derived) -> Table:
 
 
 def over_baseline(paired: pd.DataFrame) -> Interval:
-    """Return the speed-up of one configuration in one phase.
+    """Return the speed-up of one configuration over its baseline in one phase of an RLHF step.
 
     ``paired`` are the configuration's rows of :func:`by_phase` for this phase that have a baseline.
     """
@@ -101,15 +104,15 @@ def speeds_in(phase: str, derived: Derived) -> dict[Key, Effect]:
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """Return one row for each trial and each phase of its steps.
+    """Return one row for each trial of workload ``rlhf`` and each phase of its steps.
 
-    The phases are ``generate``, ``score`` and ``train``; ``train`` is all the rest of a step.  A row has the columns of
+    The phases are ``generate``, ``score`` and ``train``, which is the rest of a step.  A row has the columns of
     ``derived.trials`` and these:
 
     * ``seconds``: seconds of the phase in a step on the slowest rank, median over steps;
     * ``exposed``: the share of these seconds in which the slowest rank waits for messages;
     * ``inter_bytes`` and ``intra_bytes``: bytes that all ranks send in the phase of a step, between nodes and inside
-      nodes, by the ledger;
+      nodes, as the ranks count them when sending;
     * ``baseline_seconds`` and ``baseline_bytes``: ``seconds`` and ``inter_bytes`` of the baseline's trial in the same
       setting, sweep, seed and repeat; NaN without such a trial.
     """

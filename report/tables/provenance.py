@@ -64,7 +64,7 @@ def energy(derived: Derived) -> Table:
 
 
 def links(derived: Derived) -> Table:
-    """Return the table of the requested and achieved rates of links.
+    """Return the table of the requested and measured rates of the links between nodes.
 
     It has one row for each kind of link, requested rate, and time of the measurement: before the sweep (``calibrated``)
     or after a trial (``probed``).
@@ -101,7 +101,7 @@ def failures(derived: Derived) -> Table:
 
 
 def setting(derived: Derived) -> Table:
-    """Return the table of the values of the suite's keys in the trials: model, data and options."""
+    """Return the table of the values that the keys of a suite file have in the trials: model, data and options."""
     return table_of(
         "setting",
         "Setting",
@@ -133,8 +133,9 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """Return the settings of the trials in ``table`` as pairs (name, value).
 
     First come the keys of a suite file, then facts about the trials such as the number of parameters, and then the
-    numbers of repeats, sweeps and occasions.  Keys that belong to a configuration are left out, and so are keys without
-    a value in any trial.  If trials have several values of a key, these values are joined as one text.
+    numbers of repeats, sweeps and occasions.  Keys in which configurations differ by definition, such as the policy,
+    are left out, and so are keys without a value in any trial.  If trials have several values of a key, these values
+    are joined as one text.
     """
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
@@ -162,13 +163,17 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _some(values: Sequence[str]) -> str:
-    """Return values joined by semicolons, at most :data:`_SHOWN`; ``and 3 more`` follows if 3 are left out."""
+    """Return values joined by semicolons, at most :data:`_SHOWN` of them; ``and 3 more`` follows if 3 are left out."""
     rest = len(values) - _SHOWN
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the main settings as pairs (name, value), for the head of a page; empty without trials."""
+    """Return the main settings of the trials in ``table`` as pairs (name, value), for the head of a page.
+
+    They include the model, the optimizer, and the numbers of seeds and repeats.  The list is empty if there are no
+    trials.
+    """
     if not len(table):
         return []
     trials = [frames.trial_of[str(identity)] for identity in table["id"]]

@@ -1,4 +1,4 @@
-"""Makes the two main tables: the summary, and the time of a step compared with its lower bounds."""
+"""Makes the two main tables: the summary, and the table that compares step times with their lower bounds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def summary(derived: Derived) -> Table:
 
 
 def time(derived: Derived) -> Table:
-    """Return the table of step times, their lower bounds, and processors; one row per setting and configuration."""
+    """Return the table of step times, their lower bounds, and who used the processors.
+
+    It has one row per setting (cluster, model, batch and so on) and configuration.
+    """
     taken = formula("others' share", "steal share", "taken by others")
     if derived.trials["taken_share"].isna().any():
         taken += (

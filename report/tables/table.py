@@ -76,7 +76,8 @@ class Column:
     def cell(self, value: Any) -> str:
         """Return the text that is printed for a value: a dash for NaN, and the mark ‡ after values of disturbed trials.
 
-        A trial is disturbed if other programs took much processor time during it.
+        Intervals are printed in parentheses after their estimates.  A trial is disturbed if other programs took much
+        processor time during it.
         """
         if isinstance(value, Interval):
             taken = f" {caveats.TAKEN}" if value.disturbed else ""
@@ -109,7 +110,7 @@ class Table:
 
     @property
     def places(self) -> int:
-        """Number of the columns that name a part of the setting; they are on the left."""
+        """Number of the columns that name a part of the setting (cluster, model, batch and so on), from the left."""
         return sum(column.place for column in self.columns)
 
     def rows(self) -> list[list[str]]:
@@ -120,10 +121,10 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Return the table divided into groups of neighbouring rows with the same setting.
+        """Return the table divided into groups of neighbouring rows with the same setting (cluster, model, batch).
 
-        The first result is the columns that do not name the setting.  The second result has a pair for each group: the
-        setting as text, and the cells of these columns, row by row.
+        The first result is the columns that do not name a part of the setting.  The second result has a pair for each
+        group: the setting as text, and the cells of these columns, row by row.
         The table is not divided if no column names a part of the setting, or if no two neighbouring rows have the same
         setting.  Then the first result is all columns, and the second has one group with all rows, whose setting is "".
         """
@@ -143,9 +144,10 @@ class Table:
 
         * The title, or the name in the CSV, equals ``name``.
         * The title begins with ``name``: ``Speed-up`` selects ``Speed-up over the hierarchical ZeRO-3``.
-        * The title has all words of ``name``: ``Speed-up over ZeRO-3`` selects the same column.
+        * The title has all words of ``name``: ``Speed-up over ZeRO-3`` selects ``Speed-up over the hierarchical
+          ZeRO-3``.
 
-        Raises a Refusal that lists titles if no column is found, or if one of the last two rules finds several.
+        Raises a Refusal that lists titles if no column is found, or if the second or third rule finds several.
         """
         if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:
             return columns[0]
@@ -165,9 +167,9 @@ class Table:
     def row(self, query: str) -> int:
         """Return the index of the row that ``query`` selects; commas separate the parts of a query.
 
-        A row is found if each part of the query equals one of its cells.  If there is no such row, a row is found if
-        each part occurs in one of its cells.  The parts of a row's setting count as cells, even if they are not
-        printed.
+        A row is found if each part of the query equals one of the row's cells.  If there is no such row, a row is found
+        if each part occurs in one of its cells.  The parts of a row's setting, such as ``50 Mbit/s``, count as cells,
+        even if they are not printed.
         Raises a Refusal that lists the names of rows if no row, or more than one, is found.
         """
         rows, parts = self.rows(), parts_of(query)
@@ -189,11 +191,12 @@ class Table:
         """Return the raw values as CSV.
 
         A column ``KEY`` of intervals becomes three columns: the estimates ``KEY``, and the ends ``KEY_low`` and
-        ``KEY_high``.  Up to three further columns follow; each is left out if it would be empty in all rows:
+        ``KEY_high``.  Up to three more columns follow; each is left out if it has no value in any row:
 
-        * ``KEY_over``: the occasions that the interval covers, such as ``3 occasions``;
-        * ``KEY_left_out``: the number of disturbed values that were left out;
-        * ``KEY_disturbed``: whether all values are disturbed.
+        * ``KEY_over``: the occasions (starts of the machine, or runs more than an hour apart) that the interval covers,
+          such as ``3 occasions``;
+        * ``KEY_left_out``: the number of values that were left out because other programs disturbed the trials;
+        * ``KEY_disturbed``: whether all values are from disturbed trials.
 
         Columns ``_KEY``, which are printed and hold no raw values, are left out.
         """
@@ -232,7 +235,7 @@ class Table:
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def show(self, out: Console) -> None:
-        """Print the table in a terminal, divided into a table for each setting as in :meth:`by_place`."""
+        """Print the table in a terminal: one table for each group of rows with the same setting (:meth:`by_place`)."""
         columns, places = self.by_place()
         for place, rows in places:
             title = escape(f"{self.title}: {place}" if place else self.title)
@@ -247,9 +250,9 @@ class Table:
 
 
 def find_table(tables: Sequence[Table], name: str) -> Table:
-    """Return the table with this name.
+    """Return the table that is named ``name``.
 
-    Raises a Refusal that lists the names of all tables if there is none.
+    Raises a Refusal that lists the names of all tables if none has this name.
     """
     by_name = {table.name: table for table in tables}
     if name not in by_name:
@@ -313,12 +316,13 @@ def interval_notes(
 ) -> list[str]:
     """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    * The first says at how many occasions (boots of the machine, or runs over an hour apart) values were measured.
+    * The first says at how many occasions (starts of the machine, or runs over an hour apart) values were measured.
     * The second says why some values have no interval.
-    * The third says how many disturbed trials or pairs were left out, for the column that leaves out the most.
+    * The third says how many disturbed trials or pairs were left out, for the column that leaves out the most.  A trial
+      is disturbed if other programs took much processor time during it.
 
-    ``behind`` are intervals that the table does not show, but from which a shown column was computed.  The third
-    footnote treats them as one more column.
+    ``data`` are the table's values.  ``behind`` are intervals that the table does not show, but from which a shown
+    column was computed.  The third footnote treats them as one more column.
     """
     configurations = data.get("configuration", pd.Series("", data.index))
     named: list[tuple[str, Interval]] = []  # of printed intervals: the row's name, and the value
@@ -344,11 +348,11 @@ RATIO: Final = "{:.2f}".format
 
 
 def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield a pair for each row of a table: the row's first cells, and the trials that belong to the row.
+    """Yield a pair for each row of a printed table: the row's first cells, and the trials that belong to the row.
 
-    There is one row for each configuration in each setting.  With ``keys``, there is one row for each configuration and
-    each combination of values in these columns.  The first cells are the setting, the configuration, and the number of
-    trials.
+    ``table`` has one row per trial.  There is one printed row for each configuration in each setting (cluster, model,
+    batch and so on).  With ``keys``, there is one printed row for each configuration and each combination of values in
+    these columns.  The first cells are the setting, the configuration, and the number of trials.
     """
     for _, setting in groups(table, list(keys or ("setting",))):
         for configuration, trials in by_configuration(setting):
