@@ -132,7 +132,7 @@ def _largest(derived: Derived) -> pd.DataFrame:
     """
     rows = bytes_and_memory.under_limits(derived)
     millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)
-    least = millions.mask(trained).groupby(rows["configuration"]).transform("min")
+    least = millions.mask(trained).groupby([rows["limit_bytes"], rows["configuration"]]).transform("min")
     limits = [f"{size / 2**20:g} MiB a rank" for size in rows["limit_bytes"]]
     millions = millions.where(trained)
     return rows.assign(trained_millions=millions, next_size_not_run=least, where=limits, setting=limits)

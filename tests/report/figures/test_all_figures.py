@@ -14,6 +14,7 @@ from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
 from impl.policy.presets import SUCCESSORS
+from report.data import bytes_and_memory as tables
 from report.data import published
 from report.data.configuration import STRATEGIES
 from report.data.frames import frames_of, load
@@ -21,6 +22,7 @@ from report.data.metrics import derive
 from report.draw.figure import FORMS, records_behind
 from report.draw.theme import Style
 from report.figures import all_figures
+from report.figures import bytes_and_memory as figures
 from tests.report.records import record_of, records_of
 from tests.support.params import nightly
 
@@ -121,6 +123,21 @@ def test_each_policy_has_its_own_colour_and_marker() -> None:
     settings_of = {name: name.partition("-")[0] if name in PEERS else name for name in alone}
     assert len(set(alone.values())) == len(set(settings_of.values()))
     assert all(markers[name] == alone[host] for name, (host, _) in HOSTED.items())
+
+
+def test_the_next_size_is_one_that_was_refused_under_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger limit may fit a size that a smaller one refuses; each panel shows what its own limit refused."""
+    sizes = [(8, 1, True), (8, 2, False), (8, 3, False), (16, 2, True), (16, 3, True), (16, 4, False)]
+    rows = pd.DataFrame(
+        [(limit * 2**20, size * 1e6, trained, "ZeRO-3") for limit, size, trained in sizes],
+        columns=["limit_bytes", "parameters", "trained", "configuration"],
+    )
+    monkeypatch.setattr(tables, "under_limits", lambda _: rows)
+    shown = figures._largest(derive(frames_of(records_of("quickstart", repeats=1))))
+    assert shown.groupby("where")["next_size_not_run"].unique().map(list).to_dict() == {
+        "8 MiB a rank": [2],
+        "16 MiB a rank": [4],
+    }
 
 
 def test_published_numbers_are_those_of_the_blog() -> None:
