@@ -275,14 +275,15 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
     cells = [str(cell) for of in shown.values() if f"_{of.key}" in data for cell in data[f"_{of.key}"]]
     pairs = derived.pairs[derived.pairs["id"] != derived.pairs["baseline"]]
     if "step" in shown and len(set(pairs["occasion"])) > 1:
-        apart = {
-            name: speedups.outside(rows) for (_, name), rows in groups(pairs, ["setting", "configuration"])
-        }
-        names = [f"{name} ({counted(count, 'occasion')})" for name, count in apart.items() if count]
-        notes.append(
-            "An interval is about the mean of all occasions; the mean of a single occasion lies outside of it in the "
-            f"{'row' if len(names) == 1 else 'rows'} {listed(names)}." * bool(names)
-        )
+        apart: dict[int, list[str]] = {}  # names of rows, by the number of occasions outside of the interval
+        for (_, name), rows in groups(pairs, ["setting", "configuration"]):
+            apart.setdefault(speedups.outside(rows), []).append(name)
+        notes += [
+            f"An interval is about the mean over all occasions. In {'row' if len(names) == 1 else 'each of the rows'} "
+            f"{listed(names)}, {counted(count, 'occasion')} by itself has a mean outside of it."
+            for count, names in sorted(apart.items())
+            if count
+        ]
     notes.append(caveats.footnotes(cells).strip())
     ran = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
     if "memory" in shown and ran:

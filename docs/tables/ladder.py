@@ -557,7 +557,10 @@ def _basis(ladder: Ladder, each: Registered) -> str:
     elif digest(ladder.records, each.records) == each.content:
         held = "the committed archives hold these records unchanged"
     else:
-        held = "**the committed archives do not hold these records as they were**"
+        held = (
+            "**the committed archives hold other records of some of these trials, as after a new measurement**; git's "
+            "history has the archives of that time"
+        )
     count = counted(len(each.records), "record")
     moment = f"{each.moment:%Y-%m-%d %H:%M} UTC"
     text = f"Suite {each.suite}, registered at {moment}, from {count} of code at {commits}: {held}."

@@ -223,10 +223,9 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
     * Configurations that :func:`report.effects.net_speed.net_speeds` leaves out: baselines, and for example
       configurations without losses, or with too few training steps.
-    * Configurations that :func:`report.effects.net_speed.foremost` leaves out, for example because no source has the
-      seconds of their steps.  If their verdict is ``not reached``, they are in the dict nevertheless.
-
-    If ``foremost`` leaves out all configurations, the dict is empty.
+    * Configurations that reach the baseline's final loss, but that :func:`report.effects.net_speed.foremost` leaves
+      out, for example because no source has the seconds of their steps.
+    * All configurations, if ``foremost`` leaves all of them out.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
