@@ -120,7 +120,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
         if column.always or len(rows) == 1 or len(set(column.cells)) > 1:
             shown.append(column)
         else:
-            same.append(f"{column.name} {column.cells[0]} {column.unit}".rstrip())
+            same.append(f"{column.name}: {column.cells[0]} {column.unit}".rstrip())
     if same:
         say(f"The same in all rows: {'; '.join(same)}.", out)
     left_out: list[Column] = []

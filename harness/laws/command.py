@@ -231,7 +231,7 @@ def _check_codecs(trials: Sequence[Trial]) -> list[str]:
             if outcome.violation is not None:
                 raise Refusal(
                     f"{subject.name} breaks the claim {title(claim)!r} ({claim.value}): {outcome.violation}; run "
-                    f"`zeropp check codecs --codec {codec}` to see the row"
+                    f"`zeropp check codecs --codec {codec}` to see the smallest values that break it"
                 )
     return sorted(map(str, codecs))
 

@@ -228,7 +228,7 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     """Return lines of text about the traces, to be printed before the predictions.
 
     The lines state the traced run's topology, its link rate, its step time, and the error of its replay.  They also
-    state by which rules it was found which task waits for a collective (:mod:`harness.whatif.tasks`).  ``errors`` is
+    name the rules that decided which task waits for a collective (:mod:`harness.whatif.tasks`).  ``errors`` is
     what :func:`check_replay` returned: the relative error of each step's replay.
     """
     seconds = [step.seconds for step in traced.steps]

@@ -132,9 +132,9 @@ def _watch() -> None:
 def _release() -> None:
     """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
-    Nothing is removed while a thread is inside an optimizer's step.  If other code has meanwhile replaced a guard by
-    another function, the guard stays, because this function may call the guard.  Without engines, a guard passes all
-    calls on to torch.
+    :func:`_watch` installs guards, which are functions in place of torch's own.  Nothing is removed while a thread is
+    inside an optimizer's step.  If other code has meanwhile put its own function in place of a guard, the guard is
+    kept, because the other function may still call it.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
         for rank in [rank for rank, each in _engines.items() if not list(each.values())]:

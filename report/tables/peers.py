@@ -98,9 +98,9 @@ def sent_types(trial: Trial) -> str:
 def shared_types(trial: Trial) -> str:
     """Return the data types of a trial as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    The text names the type in which the trial computes and, if the trial sends another type, this type.  Our trials are
-    compared with those trials of libraries that have the same text.  A policy that quantises counts as sending bf16,
-    because no library sends fewer bits.
+    The text names the type in which the trial computes and, if the trial sends another type, this type.  A trial of
+    ours is compared with those trials of a library for which this function returns the same text.  A policy that
+    quantises counts as sending bf16, so that it is compared with bf16 trials: no library sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"

@@ -417,7 +417,7 @@ def test_plan_and_show_mark_padding_and_not_its_limit(folder: Path, zeropp: Zero
     body = '[matrix]\nstrategy = ["zero3", "zeropp"]\n[[override]]\nmatch.strategy = "zeropp"\n'
     suite(folder, body + "set.policy.max_padding = 0.5\n")
     text = zeropp("plan", "q.toml").stdout
-    assert re.search(r"^The same in all rows: parameters [\d,]+ ¶", text, re.MULTILINE)
+    assert re.search(r"^The same in all rows: parameters: [\d,]+ ¶", text, re.MULTILINE)
     assert (
         "¶: padding adds more than 5% to the model's elements, at most 16.6%; padding is sent and held"
         in text

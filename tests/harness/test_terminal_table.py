@@ -50,7 +50,7 @@ def test_what_does_not_vary_is_a_line() -> None:
         Column("lost"),
     ]
     row = {"strategy": "a", "sent": 2e6, "mark": " ¶", "lost": None}
-    assert "The same in all rows: sent 2 ¶ MB/step.\n" in shown([row, row | {"strategy": "b"}], columns, 80)
+    assert "The same in all rows: sent: 2 ¶ MB/step.\n" in shown([row, row | {"strategy": "b"}], columns, 80)
     single = shown([row], columns, 80)
     assert "The same" not in single
     assert "sent,\n" in re.sub(" +\n", "\n", single)
