@@ -279,8 +279,9 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         for (_, name), rows in groups(pairs, ["setting", "configuration"]):
             apart.setdefault(speedups.outside(rows), []).append(name)
         notes += [
-            f"An interval is about the mean over all occasions. In {'row' if len(names) == 1 else 'each of the rows'} "
-            f"{listed(names)}, {counted(count, 'occasion')} by itself has a mean outside of it."
+            "Each interval is for the mean over all occasions. In "
+            f"{'the row' if len(names) == 1 else 'each of the rows'} {listed(names)}, the mean of "
+            f"{counted(count, 'occasion')} alone lies outside of the row's interval."
             for count, names in sorted(apart.items())
             if count
         ]

@@ -9,6 +9,7 @@ from docs.numbers.estimate import DocumentError, Estimate
 from docs.numbers.records import derived, in_setting, trials_of
 from docs.numbers.speeds import pair_range, pairs_agree, seconds, speedup
 from harness.suites.peers import family_of
+from report.data.text import listed
 from report.tables import peers
 
 
@@ -91,19 +92,18 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
 def outcomes(rows: Sequence[Beside]) -> str:
     """Return as text in how many comparisons our configuration is faster than the library's, and in how many slower.
 
-    For example, ``faster in 4 of 6 comparisons and slower in 2``.
+    For example, ``faster in 3 of 6 comparisons, slower in 2, and not significantly different in 1``.
     """
     faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
-    share = "all" if faster == len(rows) else f"{faster} of" if faster else "none of"
-    text = f"faster in {share} {len(rows)} comparisons"
-    text += f" and slower in {slower}" if slower else ""
+    rest = [row for row in rows if not (row.faster or row.slower)]
+    alike = sum(row.speedup.interval.known for row in rest)
+    share = "all" if faster == len(rows) else f"{faster} of"
+    parts = [f"faster in {share} {len(rows)} comparisons"]
+    parts += [f"slower in {slower}"] * bool(slower)
+    parts += [f"not significantly different in {alike}"] * bool(alike)
     # With fewer than six pairs there is no interval, so that a difference cannot be significant.
-    for known, why in ((True, "the difference is not significant"), (False, "the pairs disagree")):
-        if rest := sum(
-            not (row.faster or row.slower) and row.speedup.interval.known is known for row in rows
-        ):
-            text += f"; in {rest} {why}"
-    return text
+    parts += [f"of unknown order in {len(rest) - alike}, whose pairs disagree"] * (len(rest) > alike)
+    return listed(parts)
 
 
 def not_beside(suite: str, at: str = "") -> str:

@@ -39,14 +39,14 @@ class Sent(NamedTuple):
 
 
 def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) -> Sent:
-    """Return the bytes that ``rank`` sends for some equal calls in the process group ``group``.
+    """Return the bytes that a rank sends, inside its node and to other nodes, for calls that agree in their ``key``.
 
     Args:
         rank: The global rank.
         key: The fields that the calls share, such as their operation.
-        count: Number of the calls, and the sums of their elements and bytes.  A collective counts with its whole
-            message, such as the gathered tensor of an all-gather.
-        group: The process group.
+        count: Number of the calls, and the sums of their elements and bytes.  The bytes of a collective are those of
+            the whole message, such as the gathered tensor of an all-gather, and not those of one rank's part.
+        group: The process group of the calls.
         topology: The node of each rank.
     """
     size, me = group.size, topology.nodes.get(rank, 0)

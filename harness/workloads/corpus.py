@@ -101,10 +101,12 @@ def _check_room(source: str, part: str, size: int, length: int) -> None:
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
-    """Return the files of a text in the order in which they are joined, and the size of the joined text in bytes.
+    """Return the files of a corpus in the order in which their texts are joined, and the size of this text in bytes.
+
+    ``source`` is the path of a file, or of a folder whose files are joined, or the word for Python's standard library.
 
     Raises:
-        CorpusError: if there are no such files, if their sizes cannot be read, or if the text is too large.
+        CorpusError: if ``source`` names no file, if sizes cannot be read, or if the text is too large.
     """
     place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.path_of(source)
     if place.is_file():

@@ -55,8 +55,8 @@ class Joined:
         theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
         if theirs != ours:
             raise HostError(
-                f"{self._host} runs on global ranks {theirs}, but the wire runs on global ranks {ours}: give both the "
-                "same ranks in the same order, for example with Mesh.create(topology, group=group)"
+                f"{self._host} runs on global ranks {theirs}, but the wire runs on global ranks {ours}: make "
+                f"the wire's mesh from the process group of {self._host}, as Mesh.create(topology, group=group)"
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:

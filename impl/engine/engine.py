@@ -315,8 +315,9 @@ class Zero:
             if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):
                 raise ZeroError(
                     f"{call} got optimizers that hold masters of models whose loss scales differ, "
-                    f"{self.scaler.scale:g} and {engine.scaler.scale:g}: give them one loss_scale and "
-                    "step them together from the start, or give each an optimizer of its own"
+                    f"{self.scaler.scale:g} and {engine.scaler.scale:g}: either shard all models with the same "
+                    "loss_scale and pass all their optimizers to every step(), or call step() of each model's engine "
+                    "with an optimizer of this model alone"
                 )
         scaled = self.policy.loss_scale is not None
         if scaled or max_norm is not None:

@@ -224,7 +224,7 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended, and count the pass if its loss should have been scaled, but was not.
+        """Record the end of a backward pass; count the pass if its loss was not scaled, although the scale is not 1.
 
         With a scale other than 1, ``backward()`` must be called on the result of :meth:`scaled`.  Once a pass has
         been counted, :meth:`check_scaled` raises an error until :meth:`forget` is called.

@@ -163,8 +163,9 @@ class UnitGeometry:
         return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in ``rank``'s shard, of the elements that ``rank`` alone counts and saves.
+        """Returns where the piece of a shard starts and ends that only ``rank`` includes in norms and checkpoints.
 
+        Start and end are offsets into the rank's shard.
         If several groups hold copies of the unit, several ranks hold the same shard.  These ranks divide the shard
         among themselves, so that norms count each element once, and checkpoints save each element once.  With 4 ranks
         in groups of 2, ranks 0 and 2 hold the same shard: its first half is rank 0's own piece, and its second half is

@@ -192,9 +192,10 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class Passes:
-    """Records which pass of one model is running on this rank.
+    """Records which pass of one model (forward or backward) is running on this rank, and the state of its units.
 
-    A unit is represented by its index, which counts the model's units in model order from 0.
+    A unit is a part of the model whose parameters are gathered together.  Here it is represented by its index, which
+    counts the model's units in model order from 0.
     """
 
     schedule: Schedule

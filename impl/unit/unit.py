@@ -551,9 +551,9 @@ class Unit:
         These changes are not supported:
 
         - another object was put into a module in place of a parameter;
-        - masters (fp32 shards) were written without torch's version counter showing it, while copies of the old values
-          are kept;
-        - in ``training``: parameters or masters were frozen or unfrozen, or got gradient hooks.
+        - masters (fp32 shards) were written in a way that torch's version counter does not show, at a time when the
+          engine still held copies of the old values, such as gathered weights;
+        - if ``training`` is true: parameters or masters were frozen or unfrozen, or got gradient hooks.
         """
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
         if trainable:

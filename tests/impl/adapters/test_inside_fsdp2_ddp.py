@@ -220,7 +220,7 @@ def test_hosts_over_some_of_the_ranks(mesh: Mesh) -> None:
         ranks = ", ".join(map(str, part.global_ranks))
         with pytest.raises(
             HostError,
-            match=f"{host} runs on global ranks ., ., but the wire runs on global ranks {ranks}: give",
+            match=f"{host} runs on global ranks ., ., but the wire runs on global ranks {ranks}: make",
         ):
             kind(model, Wire(part), EXACT[host])
 

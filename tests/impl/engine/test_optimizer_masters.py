@@ -371,7 +371,8 @@ def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
         first, second, optimizer = _joint(policies, mesh)
         (first.model(batch(0, mesh.rank)) + second.model(batch(0, mesh.rank))).backward()
         with pytest.raises(
-            ZeroError, match=f"models whose loss scales differ, {scales}: give them one loss_scale"
+            ZeroError,
+            match=f"models whose loss scales differ, {scales}: either shard all models with the same loss_scale",
         ):
             first.step(optimizer)
     first, second, optimizer = _joint((SCALED, SCALED), mesh)
