@@ -23,9 +23,9 @@ from harness.records.confidence_intervals import Interval
 from harness.suites.peers import PEERS
 from harness.suites.trial import Trial
 from report.data import speedups
-from report.data.frames import frames_of
+from report.data.frames import frames_of, groups
 from report.data.metrics import derive
-from report.data.text import listed
+from report.data.text import counted, listed
 from report.tables import all_tables
 from report.verdicts import verdicts
 from tests.report.records import changed_steps, record_of
@@ -91,6 +91,13 @@ def test_an_estimate_says_what_limits_it_in_every_form() -> None:
 SEVERAL_OCCASIONS: Final = ["bandwidth", "peers", "quickstart", "successors"]
 
 
+def test_readme_names_the_suites_of_several_occasions() -> None:
+    """README, which is built from all records, names the suites that are tested below."""
+    readme = " ".join((numbers.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"Only the suites {listed(SEVERAL_OCCASIONS)} ran on several occasions." in readme
+
+
+@pytest.mark.long
 def test_suites_of_several_occasions_are_those_tested_below() -> None:
     """All other suites with records ran at one occasion."""
     assert numbers.several_occasions() == listed(SEVERAL_OCCASIONS)
@@ -102,19 +109,23 @@ def test_intervals_of_suites_of_several_occasions_hold_each_occasions_mean(suite
     derived = numbers.derived(suite)
     pairs = derived.pairs[derived.pairs["id"] != derived.pairs["baseline"]]
     assert len({*pairs["occasion"]}) > 1
-    notes = verdicts(derived).table.footnotes
-    for (_, name), rows in pairs.groupby(["setting", "configuration"]):
+    notes, apart = verdicts(derived).table.footnotes, dict[int, list[str]]()
+    for (_, name), rows in groups(pairs, ["setting", "configuration"]):
         ratio = speedups.speedup(rows)
         assert ratio.occasions == pairs["occasion"].nunique()
         means = speedups.undisturbed(rows).groupby("occasion")["speedup"].agg(speedups.geometric)
         outside = [mean for mean in means if not ratio.contains(mean)]
         assert speedups.outside(rows) == len(outside)
-        assert bool(outside) == (f"{name} (" in notes.partition("outside of the intervals of")[2])
+        apart.setdefault(len(outside), []).append(name)
         expected = speedups.expected(rows)
         assert expected.low < ratio.estimate < expected.high
         # A prediction for one speed of the machine may be narrower, since it lacks the differences between speeds.
         if math.isnan(expected.at):
             assert expected.low < ratio.low < ratio.high < expected.high
+    apart.pop(0, None)
+    assert notes.count("lies outside of the row's interval") == len(apart)
+    for count, names in apart.items():
+        assert f"{listed(names)}, the mean of {counted(count, 'occasion')} alone lies outside" in notes
 
 
 @given(st.floats(-2, 2), st.floats(0, 1))

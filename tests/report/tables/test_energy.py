@@ -53,8 +53,8 @@ def test_without_gpus_there_is_no_table() -> None:
 @pytest.mark.parametrize(
     ("sweeps", "says"),
     [
-        ([0] * 3, "n = 3: no interval; six are needed."),
-        ([0, 1, 2] * 2, "3 occasions: no interval; six are needed."),
+        ([0] * 3, "n = 3: no interval; six are needed (ZeRO++)."),
+        ([0, 1, 2] * 2, "3 occasions: no interval; six are needed (ZeRO++)."),
         ([0] * 6, "Parentheses: 95% confidence intervals"),
         (list(range(6)), "Parentheses: 95% confidence intervals"),
     ],
