@@ -161,7 +161,7 @@ def generation(derived: Derived) -> Table:
         rows,
         CONFIGURATION,
         TRIALS,
-        Column("tokens_per_second", "Tokens/s per rank", number(3), speed),
+        Column("tokens_per_second", "Tokens/s per rank", number(3), speed, of_trials=True),
         Column("later_tokens_per_second", "without the first token", number(3)),
         Column("speedup", f"over {derived.compared.baseline}'s", RATIO, ratio),
         Column("exposed", "Exposed share", number(2), formula("exposed share")),

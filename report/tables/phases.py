@@ -64,6 +64,7 @@ def phases(derived: Derived) -> Table:
             "seconds", "Seconds", number(3),
             "Seconds: time of the phase in a step, on the slowest rank; median over the steps of a trial, geometric "
             "mean over trials.",
+            of_trials=True,
         ),
         Column("speedup", f"over {base}'s", RATIO),
         Column("exposed", "Exposed share", number(2)),

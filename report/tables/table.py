@@ -62,6 +62,7 @@ class Column:
     place: bool = False  # whether the column names a part of the setting
     ends: bool = True  # whether the ends of intervals are printed
     names_row: bool = True  # whether the words of this column are part of the row's name in numbers.tex
+    of_trials: bool = False  # whether its intervals are computed from trials; else from pairs of trials
 
     @property
     def name(self) -> str:
@@ -334,8 +335,7 @@ def interval_notes(
             if isinstance(value, Interval)
         ]
         named += values if column.ends else []
-        noun = "pair" if "speed-up" in column.title.lower() else "trial"
-        left_out.append((noun, [value for _, value in values]))
+        left_out.append(("trial" if column.of_trials else "pair", [value for _, value in values]))
     occasions = max((value.occasions for _, value in named if value.known), default=0)
     noun, most = max(left_out, key=lambda each: sum(value.left_out for value in each[1]))
     return [occasions_in_words(occasions), none_in_words(named), left_out_in_words(most, noun)]
@@ -343,7 +343,7 @@ def interval_notes(
 
 CONFIGURATION: Final = Column("configuration", "Configuration")
 TRIALS: Final = Column("trials", "n", str, mark="_taken")
-STEP: Final = Column("step_seconds", "Step, s", number(3), formula("step"), ends=False)
+STEP: Final = Column("step_seconds", "Step, s", number(3), formula("step"), ends=False, of_trials=True)
 RATIO: Final = "{:.2f}".format
 
 

@@ -28,7 +28,7 @@ from report.data.metrics import Derived, derive
 from report.data.speedups import geometric
 from report.data.text import number
 from report.tables import all_tables, break_even, errors, latex
-from report.tables.table import Column, Table
+from report.tables.table import Column, Table, interval_notes
 from report.verdicts import MARKS
 from tests.report.records import changed, committed, on_link, record_of, records_of, taken_by_others
 
@@ -416,3 +416,11 @@ def test_the_head_of_a_group_of_rows_has_only_the_fields_that_its_setting_has() 
     )
     _, groups = Table("t", "T", "", data, places).by_place()
     assert [place for place, _ in groups] == ["optimizer AdamW", "optimizer Muon, lr 0.02"]
+
+
+@pytest.mark.parametrize(("of_trials", "noun"), [(True, "trials"), (False, "pairs")])
+def test_notes_say_whether_trials_or_pairs_are_left_out(of_trials: bool, noun: str) -> None:
+    """The column says what its intervals are computed from, whatever its title is."""
+    column = Column("value", "over ZeRO-3's", of_trials=of_trials)
+    data = pd.DataFrame({"configuration": ["qwZ"], "value": [Interval(1.0, 0.9, 1.1, 4, 1, left_out=2)]})
+    assert f"2 of the 6 {noun} of 1 row are left out" in interval_notes(data, [column])[2]
